@@ -4,7 +4,8 @@
 else that runs beside the training, or more again. The chunks stay; they are only placed anew, and the engine moves as
 in any other replan, so that no number changes. A plan is found before anything moves: where none fits, all ranks raise,
 and nothing has changed. Limits that are left out are what they were at the beginning. Who sets limits does it again and
-again, so what was found for some is taken again where it still fits.
+again, so what was found for some is taken again where it still fits, and the host memory that chunks leave may stay for
+the next time (`HostMemory.keep`): to get fresh memory and to lock it takes longer than to copy what comes there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -25,7 +27,7 @@ from lightning_elixir.errors import CapacityError, PlanError, StateError
 from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.ignored import ignored_bytes
-from lightning_elixir.plan.memory import Budget, host_share, memory_use
+from lightning_elixir.plan.memory import Budget, MemoryUse, host_share, memory_use
 from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.problem import PlacementRequest
 from lightning_elixir.plan.regime import StateCount, TrainingRegime, states_of
@@ -139,13 +141,16 @@ def common_budget(
     )
 
 
-def agree_on_limits(engine: Engine, gpu: int | str | None, cpu: int | str | None) -> MemoryLimits:
+def agree_on_limits(
+    engine: Engine, gpu: int | str | None, cpu: int | str | None, *, keep_host_memory: bool
+) -> MemoryLimits:
     """What all ranks ask for. Collective; waits for updates under way.
 
     Args:
         engine: Between two steps.
         gpu: As users give it.
         cpu: As users give it.
+        keep_host_memory: As users give it.
 
     Raises:
         PlanError: A size that is none, or other limits than another rank gives; on all ranks.
@@ -157,14 +162,14 @@ def agree_on_limits(engine: Engine, gpu: int | str | None, cpu: int | str | None
         asked = [_NOT_GIVEN if size is None else parse_bytes(size) for size in (gpu, cpu)]
     except PlanError as error:
         refusal, asked = error, [_NO_SIZE, _NO_SIZE]
-    with engine.meeting(Meeting.MEMORY_LIMIT, (*asked, int(bool(engine.reducer.used)))) as rows:
+    with engine.meeting(Meeting.MEMORY_LIMIT, (*asked, int(keep_host_memory), int(bool(engine.reducer.used)))) as rows:
         pass
     if refusal is not None:
         raise PlanError(f"set_memory_limit: {refusal}")
-    if len({tuple(row[:2]) for row in rows}) > 1:
+    if len({tuple(row[:3]) for row in rows}) > 1:
         shown = "; ".join(f"rank {rank}: {_shown(row)}" for rank, row in enumerate(rows))
         raise PlanError(f"set_memory_limit takes the same limits on every rank, and got others ({shown})")
-    if any(row[2] for row in rows):
+    if any(row[3] for row in rows):
         raise StateError(
             "memory limits cannot change while gradients wait for a step: call set_memory_limit() after step() or"
             " zero_grad(), with accumulation after the last micro-batch"
@@ -175,21 +180,33 @@ def agree_on_limits(engine: Engine, gpu: int | str | None, cpu: int | str | None
 def _shown(row: Sequence[int]) -> str:
     if _NO_SIZE in row[:2]:
         return "no size"
-    return ", ".join(
+    sizes = ", ".join(
         f"{name} {'not given' if size == _NOT_GIVEN else format_bytes(size)}"
         for name, size in zip(("gpu", "cpu"), row, strict=False)
     )
+    return sizes + ", keep_host_memory" * row[2]
 
 
 def fits(plan: Plan, budget: Budget, regime: TrainingRegime) -> bool:
     """Whether what a plan keeps, with its rCache full, is within a budget."""
-    scheme = scheme_of(plan, regime)
-    beside = budget.non_model_bytes + ignored_bytes(plan.ignored, scheme)
-    use = memory_use(plan.chunks, plan.rcache_blocks, scheme, beside)
+    use = _use(plan, budget, regime)
     return all(
         limit is None or nbytes <= limit
         for nbytes, limit in ((use.gpu_bytes, budget.gpu_bytes), (use.host_bytes, budget.cpu_bytes))
     )
+
+
+def _use(plan: Plan, budget: Budget, regime: TrainingRegime) -> MemoryUse:
+    """Of a plan with its rCache full."""
+    scheme = scheme_of(plan, regime)
+    beside = budget.non_model_bytes + ignored_bytes(plan.ignored, scheme)
+    return memory_use(plan.chunks, plan.rcache_blocks, scheme, beside)
+
+
+def _room_beside(plan: Plan, budget: Budget, regime: TrainingRegime) -> int:
+    """Bytes of host memory that a rank can comfortably have beside what a plan takes."""
+    most = budget.most_with_spares
+    return sys.maxsize if most is None else max(0, most - _use(plan, budget, regime).host_bytes)
 
 
 def with_or_without_activations(make: Callable[[Budget], Plan], budget: Budget) -> Plan:
@@ -220,6 +237,10 @@ class Limited(Protocol):
     def engine(self) -> Engine:
         """Between two steps."""
 
+    @property
+    def regime(self) -> TrainingRegime:
+        """What training is like."""
+
     def budget(self, limits: MemoryLimits) -> Budget:
         """What a rank may use of it within these limits. Collective."""
 
@@ -231,19 +252,22 @@ class Limited(Protocol):
         """They are in force."""
 
 
-def change_limits(models: Sequence[Limited], gpu: int | str | None, cpu: int | str | None) -> MemoryLimits:
+def change_limits(
+    models: Sequence[Limited], gpu: int | str | None, cpu: int | str | None, *, keep_host_memory: bool
+) -> MemoryLimits:
     """Move all engines to plans within these limits, and give back what is not needed any more. Collective.
 
     Args:
         models: At least one; the same on all ranks.
         gpu: As users give it.
         cpu: As users give it.
+        keep_host_memory: Whether host memory that chunks leave stays for the next move, as far as there is room.
 
     Raises:
         CapacityError: One of them has no such plan: on all ranks, and nothing has changed.
         PlanError, StateError, DivergenceError: As `agree_on_limits`.
     """
-    limits = [agree_on_limits(model.engine, gpu, cpu) for model in models][0]
+    limits = [agree_on_limits(model.engine, gpu, cpu, keep_host_memory=keep_host_memory) for model in models][0]
     found: list[tuple[Budget, Plan]] = []
     for model in models:
         budget, comm = model.budget(limits), model.engine.comm
@@ -251,19 +275,21 @@ def change_limits(models: Sequence[Limited], gpu: int | str | None, cpu: int | s
         plan = run_together(comm, find if comm.rank == 0 else lambda: None)
         found.append((budget, comm.exchange_objects(plan)[0]))
     for model, (budget, plan) in zip(models, found, strict=True):
-        _move(model.engine, budget, plan)
+        _move(model.engine, budget, plan, _room_beside(plan, budget, model.regime) if keep_host_memory else 0)
         model.keep(limits, budget)
     return limits
 
 
-def _move(engine: Engine, budget: Budget, plan: Plan) -> None:
+def _move(engine: Engine, budget: Budget, plan: Plan, most_kept_bytes: int) -> None:
     engine.set_memory_limit(budget.gpu_bytes)
     if plan.fingerprint() == engine.plan.fingerprint():
         engine.take_forecast(plan)
         engine.give_back()
         engine.activations.rest()
+        if not most_kept_bytes:
+            engine.host_memory.let_go()
     else:
-        engine.replan(plan)
+        engine.replan(plan, most_kept_bytes)
     log.info("memory limits have changed; the plan from now on: %s", plan.explain().partition("\n")[0])
 
 
@@ -284,7 +310,7 @@ class LimitedModule:
 
     def keep(self, limits: MemoryLimits, budget: Budget) -> None:
         """See `Limited`."""
-        self.kept.add(limits, self.engine.plan, budget, self._regime())
+        self.kept.add(limits, self.engine.plan, budget, self.regime)
 
     def budget(self, limits: MemoryLimits) -> Budget:
         """See `Limited`."""
@@ -299,14 +325,14 @@ class LimitedModule:
         is_cpu = engine.device.torch_device.type == "cpu"
         words = DeviceWords.of("gpu", "cpu", is_cpu=is_cpu, is_host_limited=limits.cpu_bytes is not None)
         budget = common_budget(engine.comm.exchange_objects(own), limits, words, is_begun=True)
-        if not self._regime().can_stream:
+        if not self.regime.can_stream:
             budget = replace(budget, nvme_bytes=0)
         seen = 0 if is_cpu else max(engine.comm.exchange_objects(engine.peak_non_model_bytes_seen))
         return replace(budget, non_model_bytes=seen)
 
     def finder(self, limits: MemoryLimits, budget: Budget) -> Callable[[], Plan]:
         """See `Limited`."""
-        plan, regime = self.built_plan, self._regime()
+        plan, regime = self.built_plan, self.regime
         known = self.kept.get(limits, budget, regime)
 
         def find() -> Plan:
@@ -326,7 +352,8 @@ class LimitedModule:
 
         return find
 
-    def _regime(self) -> TrainingRegime:
+    @property
+    def regime(self) -> TrainingRegime:
         """What training is like, by the first plan and the optimizers that there are."""
         engine, plan = self.engine, self.built_plan
         states = engine.steps.optimizers.states

@@ -322,7 +322,9 @@ class ElixirModule(nn.Module):
             plan = replace(plan, activations=now.activations, activation_host_bytes=now.activation_host_bytes)
         self.engine.replan(with_kept(plan, kept_in(self.plan), is_exact=True))
 
-    def set_memory_limit(self, gpu: int | str | None = None, cpu: int | str | None = None) -> None:
+    def set_memory_limit(
+        self, gpu: int | str | None = None, cpu: int | str | None = None, *, keep_host_memory: bool = False
+    ) -> None:
         """Give memory back, or take it again: between two steps, move to the fastest placement of the same chunks that
         keeps within these limits. No number changes by it, as far as none depends on the placement. Collective, with
         the same limits on all ranks.
@@ -331,6 +333,9 @@ class ElixirModule(nn.Module):
             gpu: What each device may hold, chunks and a step's activations together: bytes or "16GiB". On the CPU it
                 limits what would be on a device. None: what there is.
             cpu: The same of each host. None: what is free.
+            keep_host_memory: Whether the host memory that chunks leave now stays, page-locked, for the next call: that
+                gives GPU memory back in little more than the copies take. As far as the host comfortably has it, and
+                until a call without this.
 
         Raises:
             PlanError: A size that is none, or limits that differ between ranks.
@@ -343,7 +348,7 @@ class ElixirModule(nn.Module):
                 f"set_memory_limit: {self.memory_planner} plans this module's memory, and would undo a limit that is"
                 " set here: call its set_memory_limit(), which has the same arguments"
             )
-        change_limits([self._limited], gpu, cpu)
+        change_limits([self._limited], gpu, cpu, keep_host_memory=keep_host_memory)
 
     def peak_activation_bytes(self) -> int:
         """Device bytes beyond chunks at the peak since sampling began; 0 where the device does not count."""

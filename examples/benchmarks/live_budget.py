@@ -8,7 +8,7 @@ The first trains 5.4e9 parameters, which take 80 GiB with everything on the GPU:
 Some steps, then again and again: `set_memory_limit(limit)`, a step within it, `set_memory_limit()`, a step. A second
 training of the same model, which is never moved, must have had the same losses, bit for bit. Free memory is the
 device's own (`cudaMemGetInfo`), before and after each call, when all that runs on it is over, and the updates of the
-step before.
+step before. With `--keep-host-memory` what chunks leave on the host stays for the next time.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Training:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.device = torch.device(arguments.device)
         self.batch, self.width = arguments.batch_size, arguments.width
+        self.keeps = arguments.keep_host_memory
         world = dist.get_world_size() if dist.is_initialized() else 1
         model = build(arguments.width, arguments.depth)
         plan = make_plan(
@@ -95,7 +96,7 @@ class Training:
         updates_s = time.monotonic() - begin_s
         before = self.free()
         begin_s = time.monotonic()
-        self.module.set_memory_limit(gpu=gpu)
+        self.module.set_memory_limit(gpu=gpu, keep_host_memory=self.keeps)
         self.wait()
         seconds = time.monotonic() - begin_s
         after = self.free()
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--chunk-size", default="256MiB")
     parser.add_argument("--limit", default="16GiB")
+    parser.add_argument("--keep-host-memory", action="store_true", help="have it stay from one call to the next")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--out", type=Path)

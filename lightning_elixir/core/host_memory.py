@@ -7,7 +7,8 @@ reads and writes, masters and moments of Adam that no update sends to the device
 of all, and a driver locks for one process after the other, while its other calls wait (without them four ranks built a
 model of 30e9 parameters in 15 s, with masters locked in 20, with moments too in 24: seen). Memory is made for the plan
 in force; what the next one does not need is given back. To unlock and give back what chunks leave takes nearly as long
-as to copy them, so threads do that as well.
+as to copy them, so threads do that as well. Who gives a device's memory back again and again may have it stay instead
+(`keep`): the next time it is there, and locked, and only filled with zeros.
 
 Two threads ask for pages, with those that torch starts for them, behind all other work of the process; a third one
 locks them, behind nothing. States whose memory is made before a plan is final are not locked until then (before that,
@@ -21,7 +22,7 @@ import os
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
@@ -32,6 +33,7 @@ from torch import Tensor
 from lightning_elixir.core.device import Device, working_on
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.core.signals import DeferringLock
+from lightning_elixir.core.storages import storage_use_count
 from lightning_elixir.core.worker import Task, Worker
 
 
@@ -92,13 +94,14 @@ class HostMemory:
         self._lock = DeferringLock()
         self._pieces: defaultdict[_Size, list[_Piece]] = defaultdict(list)
         self._freeing: list[Task] = []
+        self._kept: defaultdict[_Size, list[Tensor]] = defaultdict(list)
 
     def prepare(self, extents: Iterable[Extent]) -> None:
         """Have such tensors made by threads, in this order, for `zeros` to come; while little memory is free, none."""
         with self._lock:
             for extent in extents:
                 if extent.numel:
-                    piece = _Piece(self._device, extent, self._least_free_bytes, self._worker)
+                    piece = _Piece(self._device, extent, partial(self._ahead, extent), self._worker)
                     if extent.is_locked:
                         piece.lock_behind(self._locker)
                     self._pieces[extent.size].append(piece)
@@ -156,9 +159,29 @@ class HostMemory:
             if is_locked:
                 self._device.lock(tensor)  # nothing, where it is
             return tensor
-        if self._pieces and available_host_bytes() < bytes_of([extent]) + self._least_free_bytes:
-            self.drop()
+        tensor = self._taken_of_kept(extent)
+        if tensor is not None:
+            return tensor
+        if (self._pieces or self._kept) and available_host_bytes() < bytes_of([extent]) + self._least_free_bytes:
+            self.let_go()
         return self._device.host_zeros(numel, dtype, is_locked=is_locked)
+
+    def _ahead(self, extent: Extent) -> Tensor | None:
+        """One that was asked for ahead, not locked if it is new; None: too little memory is free."""
+        tensor = self._taken_of_kept(extent._replace(is_locked=False))
+        if tensor is None and available_host_bytes() >= bytes_of([extent]) + self._least_free_bytes:
+            tensor = self._device.host_zeros(extent.numel, extent.dtype, is_locked=False)
+        return tensor
+
+    def _taken_of_kept(self, extent: Extent) -> Tensor | None:
+        with self._lock:
+            kept = self._kept.get(extent.size)
+            tensor = kept.pop() if kept else None
+        if tensor is not None:
+            tensor.zero_()
+            if extent.is_locked:
+                self._device.lock(tensor)
+        return tensor
 
     def _taken(self, extent: Extent) -> _Piece | None:
         """One that is there; or else the last one that was asked for, so that the threads go on with the first ones
@@ -176,12 +199,17 @@ class HostMemory:
     def bytes_ahead(self) -> int:
         """What is there and was not asked for yet."""
         with self._lock:
-            return sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces if piece.tensor is not None)
+            there = [p.nbytes for pieces in self._pieces.values() for p in pieces if p.tensor is not None]
+            return sum(there) + self._kept_bytes()
 
     def bytes_begun(self) -> int:
         """As `bytes_ahead`, with what is being made, a part of which is taken already."""
         with self._lock:
-            return sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces if piece.is_begun)
+            begun = [piece.nbytes for pieces in self._pieces.values() for piece in pieces if piece.is_begun]
+            return sum(begun) + self._kept_bytes()
+
+    def _kept_bytes(self) -> int:
+        return sum(tensor.nbytes for kept in self._kept.values() for tensor in kept)
 
     def free(self, tensors: list[Tensor]) -> None:
         """Have a thread forget these: the memory of those that nothing else refers to is given back.
@@ -191,6 +219,26 @@ class HostMemory:
         """
         self._freeing = [task for task in self._freeing if not task.is_over()]
         self._freeing.append(self._worker.submit(tensors.clear))
+
+    def keep(self, tensors: list[Tensor], most_bytes: int) -> None:
+        """As `free`, but those that nothing else refers to stay for who asks for their size next, until `let_go`.
+
+        Args:
+            tensors: Emptied. From `zeros`, and no device reads them any more.
+            most_bytes: What may stay, with what has stayed before.
+        """
+        others = list[Tensor]()
+        with self._lock:
+            room = most_bytes - self._kept_bytes()
+            while tensors:
+                tensor = tensors.pop()
+                if tensor.nbytes <= room and _is_alone(tensor):
+                    room -= tensor.nbytes
+                    self._kept[tensor.numel(), tensor.dtype].append(tensor)
+                else:
+                    others.append(tensor)
+                del tensor  # or the next turn would find it in use
+        self.free(others)
 
     def settle(self) -> None:
         """Wait until what `free` was told of is given back; the threads end if nothing is there ahead."""
@@ -208,9 +256,28 @@ class HostMemory:
             piece.cancel()
         self._rest()
 
+    def let_go(self) -> None:
+        """As `drop`, and give back what has stayed as well."""
+        with self._lock:
+            kept = [tensor for tensors in self._kept.values() for tensor in tensors]
+            self._kept.clear()
+        if kept:
+            self.free(kept)
+        while self._freeing:
+            self._freeing.pop().join()
+        self.drop()
+
     def _rest(self) -> None:
         self._worker.rest()
         self._locker.rest()
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Whether nothing but the caller refers to a tensor or shares its memory, all of which is its own."""
+    storage = tensor.untyped_storage()
+    is_whole = storage.nbytes() == tensor.nbytes
+    # By the caller's variable, this function's and the question itself; by the tensor and `storage`.
+    return is_whole and sys.getrefcount(tensor) <= 3 and storage_use_count(storage) <= 2
 
 
 @contextmanager
@@ -226,10 +293,10 @@ def _beside_others(device: torch.device) -> Iterator[None]:
 class _Piece:
     """One tensor that was asked for ahead, and that a thread of the worker makes."""
 
-    def __init__(self, device: Device, extent: Extent, least_free_bytes: int, worker: Worker) -> None:
+    def __init__(self, device: Device, extent: Extent, make: Callable[[], Tensor | None], worker: Worker) -> None:
         self._device = device
         self._extent = extent
-        self._least_free_bytes = least_free_bytes
+        self._make_tensor = make
         self._is_wanted = True
         self.locking: Task | None = None
         """What locks it, if that shall be."""
@@ -259,14 +326,12 @@ class _Piece:
         return bytes_of([self._extent])
 
     def _make(self) -> None:
-        if available_host_bytes() >= self.nbytes + self._least_free_bytes:
-            self.is_begun = True
-            numel, dtype, _ = self._extent
-            try:
-                tensor = self._device.host_zeros(numel, dtype, is_locked=False)
-                self.tensor = tensor if self._is_wanted else None
-            finally:
-                self.is_begun = self.tensor is not None
+        self.is_begun = True
+        try:
+            tensor = self._make_tensor()
+            self.tensor = tensor if self._is_wanted else None
+        finally:
+            self.is_begun = self.tensor is not None
 
     def _lock(self) -> None:
         tensor = self.tensor

@@ -399,9 +399,12 @@ class Engine:
                 "whole. Look at them after the step, or use update_timing='behind_forward'"
             )
 
-    def replan(self, plan: Plan) -> None:
+    def replan(self, plan: Plan, most_kept_bytes: int = 0) -> None:
         """Move to another placement of the same chunks, without interruption. Collective; between steps, with no
         gradients pending.
+
+        Args:
+            most_kept_bytes: How much of the host memory that chunks leave stays for the next move (`HostMemory.keep`).
 
         Raises:
             PlanError: If the layout differs, or the ranks' plans do.
@@ -409,13 +412,13 @@ class Engine:
             StorageError: If the disk has no room for the states that shall come there, beside those that are there.
         """
         with deferred(), self.meeting(Meeting.REPLAN):
-            self._replan(plan)
+            self._replan(plan, most_kept_bytes)
 
     def take_forecast(self, plan: Plan) -> None:
         """Have the plan in force say what is expected of it as `plan` does, which is the same otherwise."""
         self.active.plan = plan
 
-    def _replan(self, plan: Plan) -> None:
+    def _replan(self, plan: Plan, most_kept_bytes: int) -> None:
         check_layout(self.plan, plan)
         check_same_on_all_ranks(self.comm, plan)
         for known in self.steps.optimizers:
@@ -439,7 +442,8 @@ class Engine:
             self.steps.hand_over_states(plan)
             before, self.store = self.store, self._new_store(plan, states)
             others = [follow for reference in self._followers if (follow := reference()) is not None]
-            move_chunks(self, plan, before, [*(states.follow for states in self.steps.optimizers.states), *others])
+            followers = [*(states.follow for states in self.steps.optimizers.states), *others]
+            move_chunks(self, plan, before, followers, most_kept_bytes)
             self.device.synchronize()  # uploads still read the shards that go now
             self._adopt(ActivePlan(self, plan, self.store, self.active))
             for known in self.steps.optimizers:
@@ -557,7 +561,7 @@ class Engine:
             self.active.fetcher.rest()
             self.store.rest()
             self.activations.rest()
-            self.host_memory.drop()
+            self.host_memory.let_go()
 
     def close(self) -> None:
         """Remove all hooks and free replicas and shards; the parameters raise when they are used.
@@ -594,7 +598,7 @@ class Engine:
         self.active.fetcher.close()
         self.interception.written.clear()
         self.store.close()
-        self.host_memory.drop()
+        self.host_memory.let_go()
         self.groups.close()
 
     def whole_values(self, on_all_ranks: bool = True, *, has_met: bool = False) -> dict[str, Tensor]:

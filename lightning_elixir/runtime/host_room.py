@@ -82,7 +82,7 @@ class HostRoom:
         if self._shortage(plan, wanted, held_bytes) is not None:
             # What is being made ahead, or freed, counts as taken, though it is neither free nor there: without it,
             # figures are exact.
-            self._memory.drop()
+            self._memory.let_go()
             if self._settle is not None:
                 self._settle()
             self._comm.exchange((0,))  # all have

@@ -49,13 +49,22 @@ def check_layout(old: Plan, new: Plan) -> None:
         raise PlanError(problem)
 
 
-def move_chunks(engine: Engine, plan: Plan, before: ShardStore, followers: Sequence[Callable[[Chunk], None]]) -> None:
+def move_chunks(
+    engine: Engine,
+    plan: Plan,
+    before: ShardStore,
+    followers: Sequence[Callable[[Chunk], None]],
+    most_kept_bytes: int = 0,
+) -> None:
     """Move every chunk of `engine` to where `plan` wants it, out of `before` into the engine's store, and with it, by
     `followers`, what others keep of it, such as optimizer states. Collective; no replica may be in use, and no
     gradients wait.
 
     They go one by one, in an order in which neither the device nor the host need hold both placements: what leaves a
     memory makes room for what comes to it. It is the same on every rank, since some moves are collective.
+
+    Args:
+        most_kept_bytes: How much of the host memory that chunks leave, where none comes to it, stays for the next move.
     """
     kept = {c.id for c in engine.chunks if _keeps_grad_memory(c.spec, plan.all_chunks[c.id], plan)}
     before.drop_grad_buffers(but=kept)
@@ -66,6 +75,7 @@ def move_chunks(engine: Engine, plan: Plan, before: ShardStore, followers: Seque
     wanted = [_to_come(engine, engine.chunks[number], plan.all_chunks[number], before) for number in order]
     wanted = [e if bytes_of(e) >= _WORTH_A_THREAD_BYTES and not is_leaving else [] for e in wanted]
     engine.host_room.begin()
+    left = list[Tensor]()
     for place in engine.host_memory.in_turn(wanted, CHUNKS_AHEAD):
         number = order[place]
         chunk = engine.chunks[number]
@@ -77,10 +87,18 @@ def move_chunks(engine: Engine, plan: Plan, before: ShardStore, followers: Seque
         before.vacate(chunk.id)
         for follow in followers:
             follow(chunk)
-        if sum(tensor.nbytes for tensor in on_host) >= _WORTH_A_THREAD_BYTES:
+        if most_kept_bytes:
+            left += on_host
+        elif sum(tensor.nbytes for tensor in on_host) >= _WORTH_A_THREAD_BYTES:
             engine.host_memory.free(on_host)  # of that, what is not in the new place as well
+        del on_host
         chunk.free_released()  # what an optimizer steps over was a part of the replica until now
-    engine.host_memory.settle()
+    if most_kept_bytes:
+        engine.device.synchronize()  # which may still read it
+        engine.host_memory.keep(left, most_kept_bytes)
+        engine.host_memory.settle()
+    else:
+        engine.host_memory.let_go()
 
 
 def _to_come(engine: Engine, chunk: Chunk, spec: ChunkSpec, before: ShardStore) -> list[Extent]:

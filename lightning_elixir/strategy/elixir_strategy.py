@@ -572,7 +572,9 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
 
     # Memory
 
-    def set_memory_limit(self, gpu: int | str | None = None, cpu: int | str | None = None) -> None:
+    def set_memory_limit(
+        self, gpu: int | str | None = None, cpu: int | str | None = None, *, keep_host_memory: bool = False
+    ) -> None:
         """Give memory back, or take it again: between two steps (in callbacks such as `on_train_batch_end` and
         `on_validation_start`), move to the fastest placement of the same chunks that keeps within these limits. No
         number changes by it, as far as none depends on the placement. Collective, with the same limits on all ranks.
@@ -582,6 +584,9 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
                 activations do not fit, the chunks keep within it, and a warning says so. On the CPU accelerator, as
                 `gpu_memory_limit`. None: as the options have it.
             cpu: The same of each host. None: as the options have it.
+            keep_host_memory: Whether the host memory that chunks leave now stays, page-locked, for the next call: that
+                gives GPU memory back in little more than the copies take. As far as the host comfortably has it, and
+                until a call without this.
 
         Raises:
             PlanError: A size that is none, or limits that differ between ranks.
@@ -591,7 +596,8 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         """
         handle, run = self._handle, self._fit_run
         profile, regime = (None, self._regime) if run is None else run.known_step()
-        change_limits([LimitedHandle(handle, self._planner(), profile, regime)], gpu, cpu)
+        limited = LimitedHandle(handle, self._planner(), profile, regime)
+        change_limits([limited], gpu, cpu, keep_host_memory=keep_host_memory)
 
     # For `ElixirWeightAveraging`
 

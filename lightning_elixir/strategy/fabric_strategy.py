@@ -453,7 +453,9 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
 
     # Memory
 
-    def set_memory_limit(self, gpu: int | str | None = None, cpu: int | str | None = None) -> None:
+    def set_memory_limit(
+        self, gpu: int | str | None = None, cpu: int | str | None = None, *, keep_host_memory: bool = False
+    ) -> None:
         """Give memory back, or take it again: between two steps, move to the fastest placement of the same chunks that
         keeps within these limits. Several modules share them, also with those that are set up later. No number changes
         by it, as far as none depends on the placement. Collective, with the same limits on all ranks.
@@ -463,6 +465,9 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
                 activations do not fit, the chunks keep within it, and a warning says so. With `accelerator="cpu"`, as
                 `gpu_memory_limit`. None: as the options have it.
             cpu: The same of each host. None: as the options have it.
+            keep_host_memory: Whether the host memory that chunks leave now stays, page-locked, for the next call: that
+                gives GPU memory back in little more than the copies take. As far as the host comfortably has it, and
+                until a call without this.
 
         Raises:
             PlanError: A size that is none, or limits that differ between ranks.
@@ -473,7 +478,7 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
         runs = self._runs
         if not runs:
             raise StateError("set_memory_limit: no module was set up, so there is nothing to move: call it after setup")
-        self._limits = change_limits([run.limited() for run in runs], gpu, cpu)
+        self._limits = change_limits([run.limited() for run in runs], gpu, cpu, keep_host_memory=keep_host_memory)
 
     # What users look at
 

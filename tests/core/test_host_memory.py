@@ -305,3 +305,64 @@ def test_what_is_locked_is_left_to_those_that_ask_for_it(memory: HostMemory, dev
     assert device.num_by_caller == 1
     assert memory.zeros(*FLOATS[:2]).data_ptr() in device.locked
     assert device.num_by_caller == 1
+
+
+def _kept(memory: HostMemory, number: int = 3) -> list[int]:
+    """That many tensors that are full and stay; where they are."""
+    tensors = [memory.zeros(*FLOATS[:2]).fill_(1.0) for _ in range(number)]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    memory.keep(tensors, 4000 * number)
+    assert not tensors
+    assert memory.bytes_ahead() == memory.bytes_begun() == 4000 * number
+    return addresses
+
+
+def test_what_stays_is_given_again_as_zeros(memory: HostMemory, device: Device) -> None:
+    addresses = _kept(memory)
+    device.locked.clear()
+    memory.drop()  # what was prepared, and no more
+    unlocked = memory.zeros(*FLOATS[:2], is_locked=False)
+    assert device.locked == []
+    memory.prepare([UNLOCKED])
+    _until(lambda: memory.bytes_ahead() == 8000)
+    given = [unlocked, memory.zeros(*FLOATS[:2], is_locked=False), memory.zeros(*FLOATS[:2])]
+    assert sorted(t.data_ptr() for t in given) == sorted(addresses)
+    assert device.locked == [given[2].data_ptr()]
+    assert not any(t.any() for t in given)
+    assert (device.num_by_caller, device.num_begun, memory.bytes_ahead()) == (3, 0, 0)
+    memory.zeros(999, torch.float32)
+    assert device.num_by_caller == 4
+
+
+def test_what_others_refer_to_does_not_stay(memory: HostMemory) -> None:
+    named, viewed, free = (memory.zeros(*FLOATS[:2]).fill_(1.0) for _ in range(3))
+    view, part = viewed[2:4], torch.ones(2000)[:1000]
+    addresses, left = [free.data_ptr()], [named, viewed, free, part, named]
+    del viewed, free, part
+    memory.keep(left, 2**20)
+    assert memory.bytes_ahead() == 4000
+    assert [memory.zeros(*FLOATS[:2]).data_ptr()] == addresses
+    assert named.all()
+    assert view.all()
+
+
+def test_as_much_stays_as_may(memory: HostMemory) -> None:
+    _kept(memory, 2)
+    left = [memory.zeros(500, torch.float32) for _ in range(4)]
+    freed = [weakref.ref(tensor) for tensor in left]
+    memory.keep(left, 11_000)
+    memory.settle()
+    assert memory.bytes_ahead() == 10_000
+    assert sum(reference() is None for reference in freed) == 3
+
+
+def test_what_stays_is_let_go(memory: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    _kept(memory)
+    memory.let_go()
+    assert memory.bytes_ahead() == 0
+    assert not [t for t in threading.enumerate() if "elixir-memory" in t.name]
+    _kept(memory)
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2**20)
+    memory.prepare([FLOATS])  # it is there, however little is free
+    memory.zeros(7, torch.bfloat16)
+    assert memory.bytes_begun() == 0

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_elixir import memory_limits
+from lightning_elixir.core.device import CpuDevice
 from lightning_elixir.core.host_memory import HostMemory
 from lightning_elixir.errors import CapacityError, PlanError, StateError
 from lightning_elixir.memory_limits import KeptPlans, MemoryLimits, fits
@@ -212,6 +213,46 @@ def test_threads_make_and_free_what_a_move_takes(way: str, monkeypatch: pytest.M
     assert [reference() for reference in there if reference() is not None] == []
     losses += [training.step() for _ in range(5)]
     assert_as_if_nothing_had_happened((losses, training.close()), expected)
+
+
+@pytest.mark.parametrize("way", ["plain", "bf16"])
+def test_host_memory_stays_for_the_next_time(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What chunks have left is all that they take when they come again; it goes where that is not asked for."""
+    expected, training = train({}, **WAYS[way]), Training(**WAYS[way])
+    engine, made, losses = training.module.engine, [0], [training.step(), training.step()]
+    make = CpuDevice.host_zeros
+
+    def host_zeros(self: CpuDevice, numel: int, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+        made[0] += 1
+        return make(self, numel, dtype, **options)
+
+    monkeypatch.setattr(CpuDevice, "host_zeros", host_zeros)
+    limit = training.module.set_memory_limit
+
+    def held() -> int:
+        return engine.held_bytes().get("cpu_ahead", 0)
+
+    limit(SMALL // 2)
+    num_first, on_host = made[0], engine.host_bytes()
+    assert num_first >= 6
+    limit(keep_host_memory=True)
+    assert 0 < held() <= on_host
+    losses.append(training.step())
+    assert held() > 0
+    made[0] = 0
+    limit(SMALL // 2)
+    assert made[0] == 0
+    losses.append(training.step())
+    limit(keep_host_memory=True)
+    limit()
+    assert held() == 0
+    limit(SMALL // 2)
+    assert made[0] >= num_first
+    limit(cpu=engine.host_bytes() // 4, keep_host_memory=True)
+    assert 0 < engine.host_bytes() <= on_host // 4  # what stays keeps within the limit
+    losses += [training.step() for _ in range(4)]
+    assert_as_if_nothing_had_happened((losses, training.close()), expected)
+    assert held() == 0
 
 
 def both_ways(limits: dict[int, Limits], options: dict[str, Any]) -> None:
