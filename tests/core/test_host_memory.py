@@ -366,3 +366,19 @@ def test_what_stays_is_let_go(memory: HostMemory, monkeypatch: pytest.MonkeyPatc
     memory.prepare([FLOATS])  # it is there, however little is free
     memory.zeros(7, torch.bfloat16)
     assert memory.bytes_begun() == 0
+
+
+def test_nobody_waits_for_the_filling(memory: HostMemory, device: Device) -> None:
+    device.gate.clear()
+    memory.prepare([Extent(5, torch.float32)] * 2)  # both threads are busy
+    _until(lambda: device.num_begun == 2)
+    left = [memory.zeros(*FLOATS[:2]).fill_(1.0) for _ in range(3)]
+    memory.keep(left, 2**20)
+    memory.prepare([UNLOCKED])
+    assert not memory.zeros(*FLOATS[:2]).any()
+    assert device.num_by_caller == 3
+    opening = threading.Timer(0.05, device.gate.set)
+    opening.start()
+    memory.let_go()
+    assert memory.bytes_begun() == 0
+    opening.join()
