@@ -72,7 +72,7 @@ def memory(device: Device) -> Iterator[HostMemory]:
     memory = HostMemory(device, 1)
     yield memory
     device.gate.set()
-    memory.drop()
+    memory.let_go()
     assert not [t for t in threading.enumerate() if "elixir-memory" in t.name]
 
 
@@ -377,8 +377,10 @@ def test_nobody_waits_for_the_filling(memory: HostMemory, device: Device) -> Non
     memory.prepare([UNLOCKED])
     assert not memory.zeros(*FLOATS[:2]).any()
     assert device.num_by_caller == 3
-    opening = threading.Timer(0.05, device.gate.set)
+    opening = threading.Timer(1.0, device.gate.set)
     opening.start()
+    memory.drop()
+    assert not device.gate.is_set()
     memory.let_go()
     assert memory.bytes_begun() == 0
     opening.join()
