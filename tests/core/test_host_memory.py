@@ -336,7 +336,9 @@ def test_what_stays_is_given_again_as_zeros(memory: HostMemory, device: Device) 
 
 def test_what_others_refer_to_does_not_stay(memory: HostMemory) -> None:
     named, viewed, free = (memory.zeros(*FLOATS[:2]).fill_(1.0) for _ in range(3))
-    view, part = viewed[2:4], torch.ones(2000)[:1000]
+    view = viewed[2:4]
+    with torch.inference_mode():  # where a part does not refer to the whole
+        part = torch.ones(2000)[:1000]
     addresses, left = [free.data_ptr()], [named, viewed, free, part, named]
     del viewed, free, part
     memory.keep(left, 2**20)

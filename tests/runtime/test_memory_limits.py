@@ -248,6 +248,10 @@ def test_host_memory_stays_for_the_next_time(way: str, monkeypatch: pytest.Monke
     assert held() == 0
     limit(SMALL // 2)
     assert made[0] >= num_first
+    limit(keep_host_memory=True)
+    limit(4 * SMALL // 3)  # of which it takes a part
+    assert held() == 0
+    limit(SMALL // 2)
     limit(cpu=engine.host_bytes() // 4, keep_host_memory=True)
     assert 0 < engine.host_bytes() <= on_host // 4  # what stays keeps within the limit
     losses += [training.step() for _ in range(4)]
