@@ -20,7 +20,7 @@ Limits = dict[int, dict[str, Any]]
 """By the number of the step before which they are set: arguments of `set_memory_limit`."""
 
 RUNS: dict[str, tuple[Limits, dict[str, Any]]] = {
-    "given back and taken again": ({3: {"gpu": SMALL}, 5: {}}, CHUNK),
+    "given back and taken again": ({3: {"gpu": SMALL}, 5: {"keep_host_memory": True}}, CHUNK),
     "before the plan is final": ({1: {"gpu": SMALL}, 4: {"gpu": "500KiB"}}, {**CHUNK, "gpu_memory_limit": "200KiB"}),
     "a given policy": ({2: {"gpu": SMALL}, 4: {}}, {**CHUNK, "placement_policy": "cpu"}),
 }

@@ -30,6 +30,7 @@ class Limits(pl.Callback):
         self.by_batch = by_batch
         self.in_validation = in_validation
         self.held: list[tuple[int, int]] = []  # before and after
+        self.kept: list[int] = []  # after
         self.refused = 0
 
     def _set(self, trainer: Any, **limits: Any) -> None:
@@ -45,6 +46,7 @@ class Limits(pl.Callback):
             self.refused += 1
             assert strategy.plan is plan
         self.held.append((before, engine.device_bytes()))
+        self.kept.append(engine.held_bytes().get("cpu_ahead", 0))
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx in self.by_batch:
@@ -56,7 +58,7 @@ class Limits(pl.Callback):
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if self.in_validation and not trainer.sanity_checking:
-            self._set(trainer)
+            self._set(trainer, keep_host_memory=True)
 
 
 RUNS: dict[str, tuple[dict[int, dict[str, Any]], dict[str, Any]]] = {
@@ -108,9 +110,11 @@ def test_gradients_that_wait_are_not_moved() -> None:
 
 
 def test_validation_in_less_memory() -> None:
-    callback = train({}, {}, in_validation=True)
-    assert callback.held
+    callback = train({}, {}, in_validation=True, val_check_interval=2)
+    assert len(callback.held) >= 4
     assert all(after <= SMALL for _, after in callback.held[::2])
+    assert not any(callback.kept[::2])
+    assert all(callback.kept[1::2])
 
 
 def test_a_limit_that_cannot_be_met() -> None:
@@ -122,7 +126,7 @@ def test_on_two_ranks() -> None:
 
 
 def on_ranks() -> None:
-    callback = Limits({1: {"gpu": SMALL}, 3: {}})
+    callback = Limits({1: {"gpu": SMALL}, 3: {"keep_host_memory": True}})
     _, _, expected = fit("ddp", Net, devices=2)
     _, _, actual = fit(ElixirStrategy(**CHUNK), Net, devices=2, callbacks=[callback])
     assert [loss.item() for loss in actual.losses] == [loss.item() for loss in expected.losses]
