@@ -88,7 +88,7 @@ class Training:
         self.optimizer.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     def limit(self, gpu: int | None) -> dict[str, Any]:
         begin_s = time.monotonic()
