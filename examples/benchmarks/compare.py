@@ -9,8 +9,8 @@
 
 Every system runs in a process of its own (one for each rank), with a time limit, and writes what it measured; whatever
 happens to it, the others run. All train the same model: bf16 (or fp16) parameters and gradients beside an fp32 master,
-AdamW (`--optimizer muon`: Muon for the matrices of the blocks), each block recomputed in backward, the same start
-values and tokens. `elixir` is
+AdamW (`--optimizer muon`: Muon for the matrices of the blocks), each block recomputed in backward (`--compiled`: and
+compiled), the same start values and tokens. `elixir` is
 `Trainer(strategy=ElixirStrategy(autocast=False))`, which is that arithmetic; `elixir_manual` the engine without
 Lightning; `plain` PyTorch without offloading on the whole card, whatever the limit: it is what the others are held
 against. `plain_autocast` and `torchao` compute under autocast over fp32 parameters.
@@ -156,6 +156,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--clip", type=float, default=0.0, help="global gradient norm; 0: no clipping")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: plain and elixir alone")
+    parser.add_argument("--compiled", action="store_true", help="compile each block")
     parser.add_argument("--lr", type=float, default=Job.lr)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -191,6 +192,7 @@ def job_from(arguments: argparse.Namespace) -> Job:
         precision=arguments.precision,
         clip=arguments.clip,
         optimizer=arguments.optimizer,
+        is_compiled=arguments.compiled,
         lr=arguments.lr,
         ranks=arguments.ranks,
         device=arguments.device,

@@ -78,7 +78,7 @@ def write_weights(job: Job, device: str, folder: Path) -> int:
     from safetensors.torch import save_file
 
     nbytes, files = 0, {}
-    for name, parameter in empty_model(job.shape).named_parameters():
+    for name, parameter in empty_model(job).named_parameters():
         value = drawn(job, name, parameter.shape, torch.device(device)).cpu()
         files[name] = f"{name}.safetensors"
         save_file({name: value}, folder / files[name])

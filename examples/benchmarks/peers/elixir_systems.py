@@ -35,7 +35,7 @@ _WATCHED_STEPS = 2
 def start_model(job: Job, device: torch.device, rank: int) -> GPT:
     """With values on rank 0 alone, from where the engine takes them."""
     if rank:
-        return empty_model(job.shape).bfloat16()
+        return empty_model(job).bfloat16()
     return built_model(job, device, where=torch.device("cpu"), dtype=torch.bfloat16)
 
 

@@ -54,6 +54,8 @@ class Job:
     """Global norm to clip to; 0: no clipping."""
     optimizer: str = "adamw"
     """adamw, or muon: the matrices of the blocks by Muon, all else by AdamW."""
+    is_compiled: bool = False
+    """Each block by `block.compile()`, inside its checkpoint."""
     ranks: int = 1
     device: str = "cuda"
     """cuda or cpu; a rank takes the GPU of its number."""

@@ -71,10 +71,14 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())
 
 
-def empty_model(shape: Shape) -> GPT:
+def empty_model(job: Job) -> GPT:
     """On `meta`: no memory, no numbers drawn."""
     with torch.device("meta"):
-        return GPT(shape)
+        model = GPT(job.shape)
+    if job.is_compiled:
+        for block in model.blocks:
+            block.compile()
+    return model
 
 
 def drawn(job: Job, name: str, shape: torch.Size, device: torch.device) -> Tensor:
@@ -100,7 +104,7 @@ def built_model(job: Job, device: torch.device, *, where: torch.device, dtype: t
         where: Where the parameters shall be.
         dtype: Their dtype.
     """
-    model = empty_model(job.shape)
+    model = empty_model(job)
     names = {id(p): name for name, p in model.named_parameters()}
     for module in model.modules():
         for key, p in module._parameters.items():

@@ -241,7 +241,7 @@ def run_fsdp2(job: Job) -> dict[str, Any]:
     join_process_group(device)
     limit_gpu(job, device)
     mesh = init_device_mesh(device.type, (job.ranks,))
-    model = empty_model(job.shape)
+    model = empty_model(job)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=getattr(torch, job.dtype)),
