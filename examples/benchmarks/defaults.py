@@ -260,8 +260,10 @@ class OffloadedByTrl(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor) -> Tensor:
+        from accelerate import PartialState
         from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
+        PartialState()  # without which TRL cannot warn
         is_gpu = tokens.is_cuda
         with get_act_offloading_ctx_manager(
             self.model, use_pin_memory=is_gpu, use_streams=is_gpu, warn_if_no_head=False

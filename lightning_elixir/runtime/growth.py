@@ -203,13 +203,14 @@ class Growth:
         self.looks = {}
 
     def shortage(self) -> bool:
-        """Memory has run out: lower the budget as far as it goes. Returns whether it went lower."""
+        """Memory has run out: lower the budget as far as it goes. Returns whether it went lower, and counts: where all
+        chunks stay, it is of no use."""
         steps = min(_STEPS_AFTER_SHORTAGE << self.num_shortages, 1 << 16)
         self.num_shortages += 1
         self._hold_steps = steps
         smallest = min(self.smallest_blocks, self._rcache.budget_blocks)
         self._hold_blocks = (smallest + self._rcache.budget_blocks) // 2
-        is_lower = smallest < self._rcache.budget_blocks
+        is_lower = bool(self._cost) and smallest < self._rcache.budget_blocks
         self._rcache.budget_blocks = smallest
         return is_lower
 

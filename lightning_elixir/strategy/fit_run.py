@@ -97,7 +97,7 @@ class FitRun:
             least = planner.least_host_bytes(engine.plan, handle.budget, self._regime())
             most = None if least is None else max(0, least - engine.host_bytes()) // len(optimizers)
             engine.host_memory.expect([extent for optimizer in optimizers for extent in optimizer.to_come(most)])
-        self._step = RepeatableStep(module, engine, lambda: trainer._results or {}, self.warm_up.start_over)
+        self._step = RepeatableStep(module, engine, lambda: trainer._results or {}, self.warm_up.leave_more)
         self._meter: StepMeter | None = None
         self._waiting: tuple[Plan, Plan] | None = None  # a plan, and the same with a forecast of steps that wait
         self._has_told_of_waiting = False
@@ -119,6 +119,7 @@ class FitRun:
         if self.warm_up.stage is Stage.NEW:
             for optimizer in self._optimizers:  # beside the dry run; the loader has its processes by now
                 optimizer.load_kernels()
+        self._step.before_batch()
         self.warm_up.before_batch(partial(self._dry_run, batch, batch_idx))
         self._reservation.take()
         if self._meter is not None:

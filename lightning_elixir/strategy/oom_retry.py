@@ -94,6 +94,14 @@ class RepeatableStep:
         self._output: Any = None
         self._is_batch_used_up = False
         self._num_repeats = 0
+        self._is_plan_to_go = False
+
+    def before_batch(self) -> None:
+        """A batch begins. Where memory has run out while updates were under way, which a step had to end, the plan goes
+        now, or the next step would run twice as well."""
+        if self._is_plan_to_go and not self.engine.reducer.used:
+            self._is_plan_to_go = False
+            self._replan()
 
     def forward(self, forward: Callable[[], Any], batch: Sequence[Any]) -> Any:
         """Run the training step.
@@ -253,11 +261,14 @@ class RepeatableStep:
         return f"it has changed buffers of the model already ({', '.join(changed[:3])})" if changed else ""
 
     def _make_room(self) -> bool:
-        """The first time, the rCache gives what it can; if that is nothing, or not enough, the plan goes."""
+        """The first time, the rCache gives what it can; if that is nothing, or not enough, the plan goes, or after the
+        step, where there are gradients that it would leave behind."""
         engine = self.engine
         if self._num_repeats == 0:
             has_room = engine.make_room() and not engine.wanted_non_model_bytes
-            if not has_room and not engine.reducer.used:
+            if not has_room and engine.reducer.used:
+                self._is_plan_to_go = True
+            elif not has_room:
                 self._replan()
             return True  # the failed run's memory is in one piece again, if nothing else
         return not engine.reducer.used and self._replan()

@@ -59,6 +59,8 @@ _MOST_STEPS_WATCHED = 3
 _MOST_STEPS_TIMED = 4
 # Updates that take another time than was foreseen, by less than this part, are as they should be.
 _AS_FORESEEN_WITHIN = 0.03
+# Of what a step takes, to be left free beside it after memory has run out for the first time.
+_MORE_AFTER_SHORTAGE = 0.1
 _LINES_LOGGED = 5
 # Devices whose steps take so long that a garbage collection in one of them does not matter.
 _UNHURRIED = ("cpu",)
@@ -125,6 +127,7 @@ class WarmUp:
         self._num_timed = 0  # steps that were timed for nothing
         self._num_graphs = 0  # when the stage began
         self._least_bytes = 0  # what every plan must leave beside the chunks from now on
+        self._more = _MORE_AFTER_SHORTAGE
         self.profile: StepProfile | None = None
         """What a step under the plan in force does, as far as it is known."""
         self.stage = Stage.NEW
@@ -246,6 +249,18 @@ class WarmUp:
             return False
         self._handle.is_warm = False
         self._enter(Stage.WATCHED)
+        return True
+
+    def leave_more(self) -> bool:
+        """As `start_over`, where memory has run out under the plan in force though a step has taken what it was made
+        for, as with gaps between segments of the allocator: later plans leave a tenth more, two tenths after the next
+        time, and so on."""
+        planned = 0 if self.profile is None else self.profile.peak_non_model_bytes
+        taken = max(self._least_bytes, planned, self._engine.peak_non_model_bytes_seen)
+        if not self.start_over():
+            return False
+        self._least_bytes = round(taken * (1 + self._more))
+        self._more *= 2
         return True
 
     def _follow_growth(self, dry_run: DryRun) -> None:

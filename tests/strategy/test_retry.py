@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_elixir.errors import CapacityError
+from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.warm_up import WarmUp
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.metered import MeteredCpuDevice, use_metered_device
 from tests.helpers.tiers import crossed, full
@@ -253,6 +255,58 @@ def test_batches_that_outgrow_the_plan(monkeypatch: pytest.MonkeyPatch, caplog: 
             assert meter.peak_bytes() <= limit
     assert "more than the plan leaves" in caplog.text
     assert "ran out of memory in backward" in caplog.text
+
+
+def _even_data() -> Any:
+    """As many samples in each of 14 batches."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randn(16, WIDTH, generator=generator), torch.randint(0, 4, (16,), generator=generator))
+        for _ in range(14)
+    ]
+    return DataLoader(batches, batch_size=None)
+
+
+def test_a_plan_under_which_memory_runs_out_goes(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """The device gives less than it says, as one does whose allocator has gaps: plans leave more from time to time."""
+    expected = fit(ElixirStrategy(**CHUNK), MeteredNet, train=_even_data)[2]
+    meter = use_metered_device(monkeypatch, 180_000)
+    with caplog.at_level(logging.INFO, "lightning_elixir"):
+        strategy = ElixirStrategy(**CHUNK, gpu_memory_limit=520_000)
+        _, _, run = fit(strategy, partial(MeteredNet, meter), train=_even_data)
+    told = [record.getMessage() for record in caplog.records]
+    assert any("everything on the GPU" in message for message in told)
+    assert 2 <= sum("ran out of memory" in message for message in told) <= 5
+    assert not strategy.plan.is_all_resident
+    assert [x.item() for x in run.losses] == [x.item() for x in expected.losses]
+    assert_same_state(run.state, expected.state)
+
+
+class LateNet(TightNet):
+    """Memory runs out in backward when most gradients are there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1:](self.shortage(self.layers[0](x)))
+
+
+def test_a_plan_goes_after_the_step_whose_updates_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[bool] = []
+    asked: list[bool] = []
+
+    def make_room(engine: Engine) -> bool:
+        begun.append(bool(engine.reducer.begun))
+        return False
+
+    def leave_more(warm_up: WarmUp) -> bool:
+        asked.append(bool(warm_up._engine.reducer.used))
+        return True
+
+    monkeypatch.setattr(Engine, "make_room", make_room)
+    monkeypatch.setattr(WarmUp, "leave_more", leave_more)
+    strategy = ElixirStrategy(**TIGHT, update_timing="inside_backward")
+    fit(strategy, lambda: LateNet("backward", (5,), optimizer="hybrid"), precision="bf16-mixed")
+    assert begun == [True]
+    assert asked == [False]
 
 
 def test_other_errors_pass() -> None:
