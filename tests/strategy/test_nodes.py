@@ -1,7 +1,14 @@
-"""Several nodes: on one machine, as torchrun describes them, each with its own numbers of processes."""
+"""Several nodes: on one machine, as torchrun or SLURM describes them, each with its own numbers of processes.
+
+Where a test is in the default tier, what torchrun and srun start are forks, which need not import torch again; the
+launcher, its rendezvous and the environment that it makes are torchrun's own. Every node has a hostname of its own: in
+a namespace, where the system lets this user make one, else Python alone is told another name.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import signal
 import socket
@@ -9,6 +16,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +28,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_elixir import ElixirStrategy, HybridAdam
 from lightning_elixir._lightning import LightningModule, Trainer
+from lightning_elixir.core import peers
+from lightning_elixir.errors import PeerLostError
 from lightning_elixir.patterns import Column, Row
 from lightning_elixir.strategy.engine_handle import EngineHandle
+from tests.helpers import processes
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.patterns import difference
-from tests.helpers.tiers import telling
+from tests.helpers.tiers import full, telling
 
 ROOT = Path(__file__).parents[2]
 DATA = torch.randn(24, 16, generator=torch.Generator().manual_seed(0))
@@ -129,6 +141,180 @@ def uneven() -> None:
 def test_uneven_nodes_are_refused() -> None:
     with pytest.raises(RankError, match="num_nodes=2"):
         run_ranks(uneven, 3, init_group=False)
+
+
+# ------------------------------------------------------------------------------------- nodes with names of their own
+
+_NEW_USER, _NEW_UTS = 0x10000000, 0x04000000
+
+
+def be_on(host: str) -> None:
+    """From now on this process, and what it starts, is on a host of that name. It must have one thread alone, if it is
+    not root's."""
+    user, group = os.getuid(), os.getgid()
+    unshare = ctypes.CDLL(None).unshare
+    if unshare(_NEW_UTS) == 0 or unshare(_NEW_USER | _NEW_UTS) == 0:
+        with suppress(OSError):  # who this is stays the same, if the namespace is new
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+            Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+        with suppress(OSError):
+            socket.sethostname(host)
+    if socket.gethostname() != host:
+        socket.gethostname = lambda: host
+
+
+def run_node(node: int, nodes: int, per_node: int, port: int, program: Callable[..., None], *arguments: Any) -> None:
+    """What `torchrun --nnodes=... train.py` does on one of the nodes; `program` is what it runs."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    be_on(f"node{node}")
+    options = [f"--nnodes={nodes}", f"--nproc-per-node={per_node}", f"--node-rank={node}"]
+    options += ["--master-addr=127.0.0.1", f"--master-port={port}", "--start-method=fork", "--monitor-interval=0.2"]
+    config, _, _ = config_from_args(parse_args([*options, "train.py"]))
+    try:
+        elastic_launch(config, program)(nodes, per_node, *arguments)
+    except ChildFailedError as error:
+        sys.stderr.write(f"{error}\n")
+        os._exit(1)
+    os._exit(0)  # an interpreter that has imported so much takes seconds to end
+
+
+class Telling(Model):
+    """Leaves a file when a rank begins, and then takes its time.
+
+    Args:
+        folder: For `begun0` and so on, with the number of the process.
+        pause_s: Before each batch.
+    """
+
+    def __init__(self, folder: str, pause_s: float) -> None:
+        super().__init__()
+        self.folder, self.pause_s = folder, pause_s
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        Path(self.folder, f"begun{self.global_rank}").write_text(str(os.getpid()))
+        time.sleep(self.pause_s)
+
+
+def train(nodes: int, per_node: int, folder: str, pause_s: float = 0.0) -> None:
+    """A fit, as a user's program does it. Leaves behind what each rank has been, and the weights."""
+    model = Telling(folder, pause_s)
+    strategy = ElixirStrategy(placement_policy="cpu", chunk_size="4KiB", cpu_memory_limit="64MiB")
+    trainer = trainer_of(strategy, per_node, nodes)
+    sampler = DistributedSampler(DATA, num_replicas=trainer.world_size, rank=trainer.global_rank, shuffle=False)
+    trainer.fit(model, DataLoader(DATA, batch_size=12 // trainer.world_size, sampler=sampler))
+    handle = EngineHandle.of(model)
+    assert handle is not None
+    told = {
+        "host": socket.gethostname(),
+        "numbers": [trainer.global_rank, trainer.node_rank, trainer.local_rank, trainer.world_size],
+        "bytes": handle.budget.cpu_bytes,
+    }
+    Path(folder, f"rank{trainer.global_rank}.json").write_text(json.dumps(told))
+    state = strategy.lightning_module_state_dict()
+    if trainer.is_global_zero:
+        torch.save(state, Path(folder, "state.pt"))
+
+
+def plain_state(world: int) -> dict[str, Tensor]:
+    """One process without a strategy: gradients of each rank's samples, their mean in the order of ranks, a step."""
+    model = Model()
+    optimizer = model.configure_optimizers()
+    for step in range(2):
+        grads = []
+        for rank in range(world):
+            model.zero_grad()
+            model.training_step(DATA[rank::world][step * 12 // world : (step + 1) * 12 // world], step).backward()
+            grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        for parameter, *of_ranks in zip(model.parameters(), *grads, strict=True):
+            parameter.grad = sum(of_ranks[1:], of_ranks[0]) / world
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def _environment(**more: str) -> dict[str, str]:
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK")
+    known = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("SLURM_")}
+    return known | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
+
+
+def _start(call: str, **environment: str) -> processes.Process:
+    return processes.start(f"from tests.strategy.test_nodes import *\n{call}", _environment(**environment))
+
+
+def _start_slurm_task(task: int, tasks: int, port: int, folder: Path) -> processes.Process:
+    """What `srun python train.py` starts on each of the nodes."""
+    slurm = {"JOB_ID": "7", "JOB_NAME": "train", "NTASKS": tasks, "NTASKS_PER_NODE": 1, "NNODES": tasks, "PROCID": task}
+    slurm |= {"LOCALID": 0, "NODEID": task, "JOB_NODELIST": f"node[0-{tasks - 1}]"}
+    named = {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+    call = f"be_on('node{task}'); train({tasks}, 1, {str(folder)!r})"
+    return _start(call, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **named)
+
+
+def _wait_for(started: list[processes.Process]) -> None:
+    try:
+        assert [process.wait(120) for process in started] == [0] * len(started)
+    finally:
+        for process in started:
+            process.kill()
+
+
+def _assert_is_plain(folder: Path, nodes: int, per_node: int) -> None:
+    world = nodes * per_node
+    for rank in range(world):
+        node, local = rank // per_node, rank % per_node
+        told = json.loads((folder / f"rank{rank}.json").read_text())
+        assert told == {
+            "host": f"node{node}",
+            "numbers": [rank, node, local, world],
+            "bytes": 64 * 2**20 // per_node,
+        }
+    found, expected = torch.load(folder / "state.pt"), plain_state(world)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (2, 2), full(3, 1), full(3, 2)])
+def test_torchruns_nodes_give_what_pytorch_gives(nodes: int, per_node: int, tmp_path: Path) -> None:
+    port = _free_port()
+    calls = [f"run_node({node}, {nodes}, {per_node}, {port}, train, {str(tmp_path)!r})" for node in range(nodes)]
+    _wait_for([_start(call) for call in calls])
+    _assert_is_plain(tmp_path, nodes, per_node)
+
+
+def lose(nodes: int, per_node: int, folder: str) -> None:
+    """As `train`, on hosts of which none can see the processes of another; leaves behind what a lost peer raises."""
+    peers._place = socket.gethostname
+    try:
+        train(nodes, per_node, folder, pause_s=1.0)
+    except PeerLostError as error:
+        Path(folder, f"lost{os.environ['RANK']}").write_text(str(error))
+        raise
+
+
+def test_a_rank_killed_on_another_host_is_named(tmp_path: Path) -> None:
+    port, begun = _free_port(), tmp_path / "begun1"
+    started = [_start(f"run_node({node}, 2, 1, {port}, lose, {str(tmp_path)!r})") for node in range(2)]
+    try:
+        while not (begun.exists() and begun.read_text()):
+            assert started[1].poll() is None
+            time.sleep(0.05)
+        os.kill(int(begun.read_text()), signal.SIGKILL)
+        assert [process.wait(120) for process in started] != [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+    told = (tmp_path / "lost0").read_text()
+    assert f"rank 0 cannot go on: rank 1 does not answer (process {begun.read_text()} on node1)" in told
+
+
+def test_slurms_nodes_give_what_pytorch_gives(tmp_path: Path) -> None:
+    port = _free_port()
+    _wait_for([_start_slurm_task(task, 2, port, tmp_path) for task in range(2)])
+    _assert_is_plain(tmp_path, 2, 1)
 
 
 PROGRAM = """
