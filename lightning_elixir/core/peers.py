@@ -13,8 +13,10 @@ second (one question to the store), and ends the connections if the rank itself 
 
 Processes that end with nothing wrong say so, and are not missed. A host with one rank whose process is killed is not
 seen from other hosts in this way, unless it kept the store: those that wait in their device wait for NCCL's timeout. A
-rank in a collective of the user's own, or of torchmetrics, over the default group hears of a lost peer when the peer's
-process ends.
+host that vanishes (no power, no network) closes nothing, and is waited for as a slow rank is, as long as the groups'
+timeout says: a beat of the ranks' own would also stop where one is swapped, stopped, or holds the GIL in a long call.
+A rank in a collective of the user's own, or of torchmetrics, over the default group hears of a lost peer when the
+peer's process ends.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -199,10 +200,10 @@ class Telling(Model):
         time.sleep(self.pause_s)
 
 
-def train(nodes: int, per_node: int, folder: str, pause_s: float = 0.0) -> None:
+def train(nodes: int, per_node: int, folder: str, pause_s: float = 0.0, timeout_s: float = 600.0) -> None:
     """A fit, as a user's program does it. Leaves behind what each rank has been, and the weights."""
-    model = Telling(folder, pause_s)
-    strategy = ElixirStrategy(placement_policy="cpu", chunk_size="4KiB", cpu_memory_limit="64MiB")
+    model, timeout = Telling(folder, pause_s), timedelta(seconds=timeout_s)
+    strategy = ElixirStrategy(placement_policy="cpu", chunk_size="4KiB", cpu_memory_limit="64MiB", timeout=timeout)
     trainer = trainer_of(strategy, per_node, nodes)
     sampler = DistributedSampler(DATA, num_replicas=trainer.world_size, rank=trainer.global_rank, shuffle=False)
     trainer.fit(model, DataLoader(DATA, batch_size=12 // trainer.world_size, sampler=sampler))
@@ -260,6 +261,7 @@ def _wait_for(started: list[processes.Process]) -> None:
     finally:
         for process in started:
             process.kill()
+            process.wait(60)
 
 
 def _assert_is_plain(folder: Path, nodes: int, per_node: int) -> None:
@@ -285,28 +287,35 @@ def test_torchruns_nodes_give_what_pytorch_gives(nodes: int, per_node: int, tmp_
     _assert_is_plain(tmp_path, nodes, per_node)
 
 
-def lose(nodes: int, per_node: int, folder: str) -> None:
+def lose(nodes: int, per_node: int, folder: str, timeout_s: float) -> None:
     """As `train`, on hosts of which none can see the processes of another; leaves behind what a lost peer raises."""
     peers._place = socket.gethostname
     try:
-        train(nodes, per_node, folder, pause_s=1.0)
+        train(nodes, per_node, folder, pause_s=1.0, timeout_s=timeout_s)
     except PeerLostError as error:
         Path(folder, f"lost{os.environ['RANK']}").write_text(str(error))
         raise
 
 
-def test_a_rank_killed_on_another_host_is_named(tmp_path: Path) -> None:
+# A process that is stopped is as a host that has vanished: its connections stay open, and nothing comes. The others
+# wait for it as long as `timeout` says.
+@pytest.mark.parametrize("how", [signal.SIGKILL, full(signal.SIGSTOP)], ids=["killed", "stopped"])
+def test_a_rank_lost_on_another_host_is_named(how: signal.Signals, tmp_path: Path) -> None:
     port, begun = _free_port(), tmp_path / "begun1"
-    started = [_start(f"run_node({node}, 2, 1, {port}, lose, {str(tmp_path)!r})") for node in range(2)]
+    timeout_s = 20.0 if how == signal.SIGSTOP else 600.0
+    started = [_start(f"run_node({node}, 2, 1, {port}, lose, {str(tmp_path)!r}, {timeout_s})") for node in range(2)]
     try:
         while not (begun.exists() and begun.read_text()):
             assert started[1].poll() is None
             time.sleep(0.05)
-        os.kill(int(begun.read_text()), signal.SIGKILL)
-        assert [process.wait(120) for process in started] != [0, 0]
+        os.kill(int(begun.read_text()), how)
+        assert started[0].wait(120) != 0
     finally:
+        with suppress(OSError):
+            os.kill(int(begun.read_text()), signal.SIGKILL)
         for process in started:
             process.kill()
+            process.wait(60)
     told = (tmp_path / "lost0").read_text()
     assert f"rank 0 cannot go on: rank 1 does not answer (process {begun.read_text()} on node1)" in told
 
