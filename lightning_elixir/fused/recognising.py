@@ -36,7 +36,7 @@ def norm_formula(module: nn.Module) -> tuple[NormKind, float] | None:
 def _is_norm(module: nn.Module, kind: NormKind, eps: float) -> bool:
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = _numbers(3, module._parameters["weight"].numel(), dtype=dtype)  # type: ignore[union-attr]
-        probe = _twin(module, parameters={"weight": nn.Parameter(weight[0], requires_grad=False)})
+        probe = twin(module, parameters={"weight": nn.Parameter(weight[0], requires_grad=False)})
         with torch.no_grad():
             try:
                 theirs = type(module).forward(probe, x)
@@ -71,7 +71,7 @@ def gate_of(module: nn.Module) -> Gate | None:
         layer = nn.Linear(width, height, bias=False, device="meta").to_empty(device="cpu")
         layer.weight = nn.Parameter(torch.randn(height, width, generator=generator), requires_grad=False)
         layers[name] = layer
-    probe = _twin(module, modules={**layers, "act_fn": act})
+    probe = twin(module, modules={**layers, "act_fn": act})
     x = torch.randn(2, 3, 4, generator=generator)
     with torch.no_grad():
         try:
@@ -107,7 +107,7 @@ def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, T
     return first, second
 
 
-def _twin(
+def twin(
     module: nn.Module, parameters: dict[str, Any] | None = None, modules: dict[str, Any] | None = None
 ) -> nn.Module:
     """A module of the same class and attributes, with other parameters and parts, and without hooks."""

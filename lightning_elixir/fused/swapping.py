@@ -162,10 +162,15 @@ def _swap(module: nn.Module, swapped: Swapped, *, has_kernels: bool) -> None:
 
 
 def _swap_loss(model: Any, swapped: Swapped) -> None:
-    reason = heads.why_not(model)
-    if reason is not None:
-        swapped.left.append(f"the loss of {type(model).__name__} stays as it is: {reason}")
+    name, verdict = type(model).__name__, heads.judge(model)
+    if verdict.why_not is not None:
+        swapped.left.append(f"the loss of {name} stays as it is: {verdict.why_not}")
         return
+    if verdict.doubt is not None:
+        swapped.left.append(
+            f"whether the forward of {name} needs its logits could not be tried ({verdict.doubt}). If it does, the"
+            " swapped loss saves nothing, and the log says so at the first step"
+        )
     head = model.get_output_embeddings()
     swapped.add(_LOSS, model, heads.puts_off_logits(type(model).forward))
     vars(head)["forward"] = MethodType(heads.head_forward(type(head).forward), head)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_elixir.errors import PlanError
 from lightning_elixir.fused import fuse
 from lightning_elixir.fused.heads import Logits
+from lightning_elixir.profiling.fake_step import profile_memory
 from tests.helpers.fused import FAMILIES, fused_beside_plain, gradients, make_batch, make_lm
 from tests.helpers.tiers import crossed
 
@@ -24,6 +25,8 @@ COUNTS = {
     "qwen3": {"RMS norm": 9, "gated product": 2, "linear cross-entropy": 1},
     "gemma": {"RMS norm": 5, "gated product": 2, "linear cross-entropy": 1},
     "gpt2": {"linear cross-entropy": 1},
+    "granite": {"RMS norm": 5, "gated product": 2, "linear cross-entropy": 1},
+    "cohere": {"gated product": 2, "linear cross-entropy": 1},
 }
 
 
@@ -122,22 +125,87 @@ class TestLogits:
             ours, theirs = model(**batch, **more).loss, make_lm()(**batch, **more).loss
             torch.testing.assert_close(ours, theirs)
 
-    def test_of_a_model_that_looks_at_them(self, caplog: pytest.LogCaptureFixture) -> None:
+    @pytest.mark.parametrize("family", ["opt", "granite", "cohere"])
+    def test_of_models_that_scale_them_or_pass_them_on(self, family: str) -> None:
+        model, plain = make_lm(family), make_lm(family)
+        fuse(model, True, CPU)
+        ours, theirs = model(**make_batch(0)), plain(**make_batch(0))
+        assert ours.logits.is_put_off
+        torch.testing.assert_close(ours.loss, theirs.loss)
+        ours.loss.backward()
+        theirs.loss.backward()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+        assert ours.logits.is_put_off
+        assert torch.equal(ours.logits.argmax(-1), theirs.logits.argmax(-1))
+        assert torch.equal(ours.logits + 0, theirs.logits)
+
+    def test_of_a_model_that_changes_them_by_what_is_no_number(self) -> None:
         import transformers as hf
 
-        class Halved(hf.LlamaForCausalLM):
+        class Doubled(hf.LlamaForCausalLM):
+            by: Any = 2
+
             def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
-                logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state) / 2
-                return hf.modeling_outputs.CausalLMOutput(loss=self.loss_function(logits, labels, logits.shape[-1]))
+                logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state).float() * self.by
+                loss = self.loss_function(logits, labels, logits.shape[-1])
+                return hf.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
         torch.manual_seed(0)
-        model = Halved(make_lm().config)
-        expected = gradients(copy.deepcopy(model), make_batch(0))
+        model = Doubled(make_lm().config)
+        plain = copy.deepcopy(model)
         fuse(model, True, CPU)
+        for by, is_put_off in ((2, True), (torch.tensor(3.0), False), (float("inf"), False), (-1.5, True)):
+            model.by = plain.by = by
+            ours, theirs = model(**make_batch(0)), plain(**make_batch(0))
+            assert getattr(ours.logits, "is_put_off", False) is is_put_off
+            torch.testing.assert_close(ours.loss, theirs.loss, equal_nan=True)
+            assert torch.equal(ours.logits[..., 1], theirs.logits[..., 1])
+
+    def test_of_a_model_that_looks_at_them(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = make_capped()
+        expected = gradients(copy.deepcopy(model), make_batch(0))
+        model.is_capped = False  # when it is tried
+        assert "linear cross-entropy" in str(fuse(model, True, CPU).counts)
+        model.is_capped = True
         with caplog.at_level(logging.INFO, "lightning_elixir"):
             ours = gradients(model, make_batch(0))
-        assert "looks at its logits" in caplog.text
+            model(**make_batch(0))
+        assert caplog.text.count("Capped looks at its logits before the loss (tanh)") == 1
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+def make_capped(cap: float = 2.0) -> Any:
+    """A language model that needs its logits' values, unless it is told not to."""
+    import transformers as hf
+
+    class Capped(hf.GPT2LMHeadModel):
+        is_capped = True
+
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+            logits = self.lm_head(self.transformer(input_ids=input_ids).last_hidden_state)
+            if self.is_capped:
+                logits = cap * torch.tanh(logits / cap)
+            loss = self.loss_function(logits, labels, self.config.vocab_size)
+            return hf.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+    torch.manual_seed(0)
+    return Capped(make_lm("gpt2").config)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "granite"])
+def test_a_swapped_loss_takes_no_memory_for_logits(family: str) -> None:
+    small = make_lm(family)
+    small.config.vocab_size = 8000
+    model, tokens = type(small)(small.config), torch.cat([make_batch(0)["input_ids"]] * 2)
+
+    def step(module: nn.Module, inputs: dict[str, Tensor]) -> None:
+        module(input_ids=inputs["tokens"], labels=inputs["tokens"]).loss.backward()
+
+    peaks = [
+        profile_memory(model, {"tokens": tokens}, step, use_fused_kernels=choice).peak_bytes for choice in (False, True)
+    ]
+    assert peaks[0] - peaks[1] > tokens.numel() * 8000 * 4
 
 
 class Own(nn.Module):
@@ -187,17 +255,56 @@ def test_what_is_left_and_why() -> None:
     assert "loss_function of its own" in reasons(given)
     wrapped = make_lm()
     wrapped.lm_head = nn.Sequential(wrapped.lm_head)
-    assert "is a Sequential" in reasons(wrapped)
+    assert "is a torch.nn.modules.container.Sequential" in reasons(wrapped)
     config = hf.Gemma2Config(
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8
     )
-    assert "scaled (final_logit_softcapping)" in reasons(hf.Gemma2ForCausalLM(config))
+    gemma = hf.Gemma2ForCausalLM(config)
+    assert "linear cross-entropy" not in str(fuse(gemma, True, CPU).counts)
+    looks = "the loss of Gemma2ForCausalLM stays as it is: its forward looks at the logits before the loss (tanh)"
+    assert looks in reasons(hf.Gemma2ForCausalLM(config))
+    with pytest.raises(
+        PlanError, match=r"in Capped \(the loss of Capped .* looks at the logits before the loss \(tanh"
+    ):
+        fuse(make_capped(), True, CPU)
+    resized = make_lm()
+    resized.vocab_size, resized.config.vocab_size = 299, 299
+    assert "its loss is over 299 classes, its last layer has 300" in reasons(resized)
     compiled = make_lm()
     for layer in compiled.model.layers:
         layer.compile(backend="eager")
     swapped = fuse(compiled, True, CPU)
     assert swapped.counts == {("RMS norm", "LlamaRMSNorm"): 1, ("linear cross-entropy", "LlamaForCausalLM"): 1}
     assert "torch.compile fuses" in swapped.left[0]
+
+
+def test_a_model_that_cannot_be_tried_is_swapped_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    import transformers as hf
+
+    class WithMask(hf.LlamaForCausalLM):
+        def forward(self, mask: Tensor, **kwargs: Any) -> Any:
+            loss = self.loss_function  # transformers' own forward is below
+            return super().forward(**kwargs, attention_mask=mask) if loss is not None else None
+
+    model = WithMask(make_lm().config)
+    state = torch.get_rng_state()
+    with caplog.at_level(logging.INFO, "lightning_elixir"):
+        swapped = fuse(model, True, CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert swapped.counts["linear cross-entropy", "WithMask"] == 1
+    assert "whether the forward of WithMask needs its logits could not be tried (TypeError" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_what_peft_puts_around_a_model_is_not_told_of() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make_lm(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    swapped = fuse(model, True, CPU)
+    assert swapped.counts["linear cross-entropy", "LlamaForCausalLM"] == 1
+    assert not swapped.left
+    model = peft.get_peft_model(make_lm(), peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+    (left,) = fuse(model, True, CPU).left
+    assert "the loss of LlamaForCausalLM stays as it is: its last layer is a peft.tuners.lora.layer.Linear" in left
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

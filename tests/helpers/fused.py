@@ -26,7 +26,7 @@ _SHAPE = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-FAMILIES = ("llama", "llama_tied", "qwen3", "gemma", "gpt2")
+FAMILIES = ("llama", "llama_tied", "qwen3", "gemma", "gpt2", "granite", "cohere")
 
 
 def make_lm(family: str = "llama", seed: int = 0) -> Any:
@@ -40,6 +40,14 @@ def make_lm(family: str = "llama", seed: int = 0) -> Any:
         return hf.GPT2LMHeadModel(config)
     if family == "gemma":
         return hf.GemmaForCausalLM(hf.GemmaConfig(**_SHAPE))
+    if family == "granite":
+        return hf.GraniteForCausalLM(hf.GraniteConfig(**_SHAPE, logits_scaling=13.0))
+    if family == "cohere":
+        return hf.CohereForCausalLM(hf.CohereConfig(**_SHAPE, logit_scale=0.3))
+    if family == "opt":
+        shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2}
+        config = hf.OPTConfig(**shape, num_attention_heads=4, word_embed_proj_dim=32, dropout=0.0)
+        return hf.OPTForCausalLM(config)
     if family == "qwen3":
         return hf.Qwen3ForCausalLM(hf.Qwen3Config(**_SHAPE, tie_word_embeddings=False))
     return hf.LlamaForCausalLM(hf.LlamaConfig(**_SHAPE, tie_word_embeddings=family == "llama_tied"))
