@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -37,9 +37,32 @@ class CompiledRegion:
     @property
     def has_cuda_graphs(self) -> bool:
         """Whether it was compiled with `mode="reduce-overhead"` or the like."""
-        config_of = getattr(self.compiled, _CONFIG, None)
-        config = None if config_of is None else config_of()
-        return bool(config and config.get("triton.cudagraphs"))
+        return _has_cuda_graphs(self.compiled)
+
+
+def _has_cuda_graphs(compiled: Any) -> bool:
+    config_of = getattr(compiled, _CONFIG, None)
+    config = None if config_of is None else config_of()
+    return bool(config and config.get("triton.cudagraphs"))
+
+
+def methods_with_cuda_graphs(root: nn.Module, regions: Sequence[CompiledRegion]) -> Iterator[str]:
+    """Methods, of modules outside of these regions, that were compiled by themselves, with CUDA graphs, and whose code
+    names parameters of their module or parts that have some."""
+    inside = {id(m) for region in regions for m in (region.entrance, *region.inside)}
+    for name, module in root.named_modules():
+        if id(module) in inside:
+            continue
+        classes = [c for c in type(module).__mro__ if c not in nn.Module.__mro__]
+        held = {key: value for owner in (*reversed(classes), module) for key, value in vars(owner).items()}
+        parts = {
+            key for key, part in module._modules.items() if part is not None and any(True for _ in part.parameters())
+        }
+        for key, value in held.items():
+            if isinstance(value, FunctionType) and _has_cuda_graphs(value):
+                code = getattr(getattr(value, _ORIGINAL, None), "__code__", None)
+                if code is not None and not (parts | module._parameters.keys()).isdisjoint(code.co_names):
+                    yield f"{name}.{key}" if name else key
 
 
 def compiled_call_of(module: nn.Module) -> Any:

@@ -36,6 +36,7 @@ from lightning_elixir.core.compiled_modules import (
     CompiledState,
     compiled_regions,
     leave_out_of_compiled_code,
+    methods_with_cuda_graphs,
 )
 from lightning_elixir.core.device import beside_dispatch_modes
 from lightning_elixir.core.signals import deferred
@@ -451,10 +452,11 @@ class Forwards:
 
 
 def check_addresses(root: nn.Module, regions: Sequence[CompiledRegion]) -> None:
-    """Raises `PlanError` if compiled modules count on parameters that stay where they are. (Under a later plan that
-    moves them torch records such graphs anew, which is slow.)"""
+    """Raises `PlanError` if compiled modules, or methods of modules, count on parameters that stay where they are.
+    (Under a later plan that moves them torch, which compares addresses, records such graphs anew, which is slow.)"""
     names = {id(module): name for name, module in root.named_modules()}
     found = [names[id(r.entrance)] or type(r.entrance).__name__ for r in regions if r.has_cuda_graphs]
+    found += methods_with_cuda_graphs(root, regions)
     if found:
         raise PlanError(
             f"{', '.join(found[:5])}: compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), which need"

@@ -7,7 +7,10 @@ would read storage that has been released. Batching (`torch.func.vmap`) keeps no
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from torch._dynamo.exc import Unsupported
 
 from lightning_elixir.errors import StateError
 
@@ -39,11 +42,24 @@ def check_untransformed() -> None:
 
 
 def explained(error: BaseException) -> StateError | None:
-    """What to raise for an error of torch's that says that `torch.func` has met our hooks; None for any other."""
+    """What to raise for an error of torch's that says that `torch.func`, or the compiler where it may not leave its
+    graph, has met our hooks; None for any other."""
     text = str(error)
+    if isinstance(error, Unsupported) and str(Path(__file__).parent) in text:
+        return _no_full_graph(error)
     if isinstance(error, RuntimeError) and "torch.func" in text and "saved tensor hooks" in text:
         return _no_derivative()
     return None
+
+
+def _no_full_graph(error: Unsupported) -> StateError:
+    stack = getattr(error, "real_stack", None)
+    name = f"'{stack[0].name}'" if stack else "a function"
+    return StateError(
+        f"{name} was compiled with fullgraph=True, and calls modules or is given parameters that move between memories:"
+        " what brings them runs between graphs. Compile the modules that it calls instead (block.compile(), which takes"
+        " fullgraph=True), or compile the function without fullgraph=True"
+    )
 
 
 def _no_derivative() -> StateError:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir import profile_memory
 from lightning_elixir.core.compiled_modules import compiled_regions
-from lightning_elixir.errors import PlanError
+from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.packing import PackedChunk
 from lightning_elixir.plan.profile import step_profile
@@ -558,6 +558,68 @@ def test_cuda_graphs_are_refused_where_parameters_move() -> None:
     net.blocks[2] = torch.compile(net.blocks[2], mode="max-autotune")
     with pytest.raises(PlanError, match=r"^blocks\.1, blocks\.2: .*max-autotune-no-cudagraphs"):
         check(net)
+
+
+def test_cuda_graphs_of_methods_are_refused_where_parameters_move() -> None:
+    class InItsClass(Block):
+        _feed = torch.compile(Block._feed, mode="reduce-overhead")
+
+        @torch.compile(mode="reduce-overhead")
+        def without_parameters(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    def check(net: nn.Module) -> None:
+        check_addresses(net, compiled_regions(net))
+
+    net = Net()
+    net.loss = torch.compile(F.mse_loss, mode="reduce-overhead")  # has nothing that moves
+    net.blocks[0]._feed = torch.compile(net.blocks[0]._feed)
+    check(net)
+    net.blocks[1]._feed = torch.compile(net.blocks[1]._feed, mode="reduce-overhead")
+    net.blocks[3].__class__ = InItsClass
+    with pytest.raises(PlanError, match=r"^blocks\.1\._feed, blocks\.3\._feed: compiled with CUDA graphs"):
+        check(net)
+    for index in (1, 3):  # in whose graph it is then
+        net.blocks[index].compile()
+    check(net)
+
+
+def make_full(net: Net) -> Net:
+    for block in net.blocks:
+        block._feed = torch.compile(block._feed, backend="aot_eager", fullgraph=True)
+    return net
+
+
+def test_a_full_graph_over_modules_is_refused_with_a_cure() -> None:
+    ours = Ours(make_full(Net()))
+    for _ in range(2):  # the engine goes on
+        with pytest.raises(
+            StateError, match=r"^'_feed' was compiled with fullgraph=True.*block\.compile\(\)"
+        ) as caught:
+            ours(batch(0))
+        assert isinstance(caught.value.__cause__, torch._dynamo.exc.Unsupported)
+    own = Ours(Net())
+    own.model.blocks[0]._feed = torch.compile(_breaks, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):  # which is none of ours
+        own(batch(0))
+
+
+def _breaks(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return x
+
+
+def _refused_on_a_rank() -> str:
+    ours = Ours(make_full(Net()), world_size=torch.distributed.get_world_size())
+    with pytest.raises(StateError, match="fullgraph=True") as caught:
+        ours(batch(0))
+    return str(caught.value)
+
+
+@pytest.mark.full
+def test_a_full_graph_over_modules_is_refused_on_all_ranks() -> None:
+    first, second = run_ranks(_refused_on_a_rank, 2)
+    assert first == second
 
 
 def most_in_use(trace: AccessTrace) -> int:
