@@ -79,15 +79,16 @@ def _write_checkpoint(output: Path, index: CheckpointIndex, weights_only: bool) 
     root = index.model_root
     _refuse_shells(index, own, index.tensors)
     # Where a file holds the model, or an optimizer, under several names, one is enough.
-    others = {*(own.get("names") or {}).values(), *({"model"} if root != "model" else ())} - {root}
+    names = own.get("names") or {}
+    others = {*names.values(), *({"model"} if root != "model" else ())} - {root, *names}
     wanted = [k for k in [*index.tensors, *index.objects] if k.partition(".")[0] not in others]
     output.parent.mkdir(parents=True, exist_ok=True)
     with MappedMemory(output.parent) as memory:
         flat = _values(index, wanted, memory)
     nested = unflatten_state_dict(flat, {key: index.paths[key] for key in flat})
     checkpoint["state_dict"] = nested.pop(root)
-    names = sorted((key for key in nested if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
-    states = [_numbered(nested.pop(name)) for name in names]
+    roots = sorted((key for key in nested if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
+    states = [_numbered(nested.pop(each)) for each in roots]
     if states:
         checkpoint["optimizer_states"] = states
         if own.get("loss_scaler"):

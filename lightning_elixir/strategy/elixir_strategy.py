@@ -30,6 +30,7 @@ from lightning_elixir._lightning import (
     Trainer,
     TrainerFn,
     is_overridden,
+    pl,
 )
 from lightning_elixir.checkpoint import restore_previous
 from lightning_elixir.core.threads import frequent_switches
@@ -518,7 +519,9 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         restore_previous(path)
         if path.is_dir():
-            return self._sharded.open(path, self._comm, weights_only)
+            # Fabric's folders have nothing of Lightning's loops: a fit begins its first epoch with their values.
+            own = {"pytorch-lightning_version": pl.__version__, "lr_schedulers": []}
+            return own | self._sharded.open(path, self._comm, weights_only)
         if type(self.checkpoint_io) is TorchCheckpointIO:
             # By name: of a function, which is the default there, torch has no tensors around others loaded.
             to_host: Any = "cpu"

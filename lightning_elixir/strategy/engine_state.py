@@ -18,7 +18,7 @@ nothing frozen, and of theirs, states are taken wrongly where a group lists para
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -177,7 +177,7 @@ class SavePlan:
         model: From `model_state`.
         states: Of each, from `optimizer_state`; empty: none are saved.
         stand_ins: Those in `model` and `states`.
-        names: Further names of the two.
+        names: Further names of these.
         current_model: As `model`, where that has averages: the weights. None: there are no averages.
     """
 
@@ -451,17 +451,24 @@ def load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: Checkpoint
         run_together(engine.comm, lambda: _load_optimizer(optimizer, engine, index, root))
 
 
-def load_optimizers(optimizers: Sequence[ElixirOptimizer], engine: Engine, index: CheckpointIndex) -> None:
-    """As `load_optimizer`: of each optimizer the states over the same parameters, or else those with its number."""
+def load_optimizers(
+    optimizers: Sequence[ElixirOptimizer], engine: Engine, index: CheckpointIndex, further: Collection[str]
+) -> None:
+    """As `load_optimizer`: of each optimizer the states over the same parameters, or else those with its number.
+
+    Args:
+        further: As of `saved_optimizers`.
+    """
     with engine.meeting(Meeting.LOAD_OPTIMIZER_CHECKPOINT):
-        saved = _matched(optimizers, engine, index)
+        saved = _matched(optimizers, engine, index, saved_optimizers(index, further))
         for optimizer, root in zip(optimizers, saved, strict=True):
             run_together(engine.comm, partial(_load_optimizer, optimizer, engine, index, root))
 
 
-def _matched(optimizers: Sequence[ElixirOptimizer], engine: Engine, index: CheckpointIndex) -> list[str]:
-    """The root of each optimizer's keys."""
-    roots = _saved_optimizers(index)
+def _matched(
+    optimizers: Sequence[ElixirOptimizer], engine: Engine, index: CheckpointIndex, roots: list[str]
+) -> list[str]:
+    """The root of each optimizer's keys, out of those that are saved."""
     if len(roots) != len(optimizers):
         raise PlanError(
             f"{index.folder} holds {len(roots)} optimizers; this model has {len(optimizers)}: load its weights alone,"
@@ -481,7 +488,7 @@ def _matched(optimizers: Sequence[ElixirOptimizer], engine: Engine, index: Check
 def _load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: CheckpointIndex, root: str) -> None:
     groups = _saved_groups(index, root)
     one_name = _canonical_names(engine)
-    _check_groups(index, optimizer, groups, one_name, _names(engine))
+    _check_groups(index, root, optimizer, groups, one_name, _names(engine))
     optimizer.check_settings(groups)
     is_ours = isinstance(optimizer.optimizer, HybridAdam)
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -529,15 +536,14 @@ def _shape(engine: Engine, chunk: Chunk, segment: Segment) -> tuple[int, ...]:
     return engine.groups.whole_shape(chunk.spec.members[segment.member_index])
 
 
-def has_optimizer(index: CheckpointIndex) -> bool:
-    """Whether there are optimizer states to load."""
-    return bool(_saved_optimizers(index))
+def saved_optimizers(index: CheckpointIndex, further: Collection[str]) -> list[str]:
+    """The roots of their keys, in order.
 
-
-def _saved_optimizers(index: CheckpointIndex) -> list[str]:
-    """The roots of their keys, in order."""
+    Args:
+        further: Second names of some of them, one of which may be just what the next would be called.
+    """
     roots: list[str] = []
-    while index.keys_below(f"{(root := OPTIMIZER.format(len(roots)))}.param_groups"):
+    while (root := OPTIMIZER.format(len(roots))) not in further and index.keys_below(f"{root}.param_groups"):
         roots.append(root)
     return roots
 
@@ -556,6 +562,7 @@ def _saved_groups(index: CheckpointIndex, root: str) -> list[dict[str, Any]]:
 
 def _check_groups(
     index: CheckpointIndex,
+    root: str,
     optimizer: ElixirOptimizer,
     saved: list[dict[str, Any]],
     one_name: Mapping[str, str],
@@ -565,13 +572,12 @@ def _check_groups(
     theirs = [{one_name.get(name, name) for name in group["params"]} for group in saved]
     if len(ours) != len(theirs):
         raise PlanError(
-            f"{index.folder} holds an optimizer with {len(theirs)} parameter groups; this one has {len(ours)}"
+            f"{index.folder} holds, as {root}, an optimizer with {len(theirs)} parameter groups; this one has"
+            f" {len(ours)}"
         )
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         if mine != other:
             lacking, surplus = sorted(mine - other), sorted(other - mine)
             told = [f"it lacks {first_names(lacking)}"] * bool(lacking)
             told += [f"only it has {first_names(surplus)}"] * bool(surplus)
-            raise PlanError(
-                f"{index.folder} has other parameters in group {number} of the optimizer: {'; '.join(told)}"
-            )
+            raise PlanError(f"{index.folder} has other parameters in group {number} of {root}: {'; '.join(told)}")

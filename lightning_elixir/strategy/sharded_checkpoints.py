@@ -38,13 +38,13 @@ from lightning_elixir.strategy.engine_state import (
     SavePlan,
     StandIns,
     averages_state,
-    has_optimizer,
     load_averages,
     load_model,
     load_optimizer,
     load_optimizers,
     model_state,
     optimizer_state,
+    saved_optimizers,
 )
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
@@ -101,7 +101,7 @@ class ShardedCheckpoints:
             checkpoint: As Lightning gives it, with `state_dict` from `model_state` and `optimizer_states`; with
                 averages also `current_model_state`.
             is_waited_for: Have it there in any case: nothing later would raise its failure.
-            names: Further names of "state_dict" and "optimizer_0".
+            names: Further names of "state_dict", "optimizer_0", "optimizer_1" and so on.
 
         Raises:
             StorageError: This save, or the last one, has failed on some rank.
@@ -189,7 +189,7 @@ class ShardedCheckpoints:
         self._index = run_together(comm, lambda: CheckpointIndex(path))
         meta = run_together(comm, lambda: self._opened.meta(weights_only))
         self._own = meta.pop(OWN_KEY, None) or {}
-        if has_optimizer(self._opened):
+        if saved_optimizers(self._opened, self._further_names):
             meta["optimizer_states"] = []  # Lightning asks for them to be loaded if they are there
         return meta
 
@@ -243,7 +243,7 @@ class ShardedCheckpoints:
 
     def load_optimizers(self, module: ElixirModule, optimizers: Sequence[ElixirOptimizer]) -> None:
         """As `load_optimizer`, of all optimizers over a model."""
-        load_optimizers(optimizers, module.engine, self._opened)
+        load_optimizers(optimizers, module.engine, self._opened, self._further_names)
         self._load_scale(optimizers[0])  # they share it
 
     def _load_scale(self, optimizer: ElixirOptimizer) -> None:
@@ -256,6 +256,12 @@ class ShardedCheckpoints:
         randoms = self._own.get("random_states") or []
         if len(randoms) == comm.world_size:
             restore_random_states(randoms[comm.rank], device)
+
+    @property
+    def _further_names(self) -> set[str]:
+        """What Fabric's user calls model and optimizers in the folder that is open, beside its own names for them."""
+        names: Mapping[str, str] = self._own.get("names") or {}
+        return set(names.values()) - names.keys()
 
     @property
     def _opened(self) -> CheckpointIndex:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir import CapacityError, ElixirPrecision, HybridAdam, PlanError, StateError, wrapper
+from lightning_elixir import ElixirStrategy as TrainerStrategy
+from lightning_elixir._lightning import LightningModule, pl
 from lightning_elixir.fabric import ElixirStrategy
 from lightning_elixir.plan.memory import fair_part
 from lightning_elixir.strategy.engine_handle import EngineHandle
@@ -90,7 +92,6 @@ def test_placements_agree(how: str) -> None:
 
 def test_same_as_trainer_in_mixed_precision() -> None:
     """Whose numbers are compared with plain PyTorch elsewhere."""
-    from lightning_elixir import ElixirStrategy as TrainerStrategy
     from tests.strategy.models import Net, fit
 
     data = torch.utils.data.DataLoader(_Batches(), batch_size=None)
@@ -321,6 +322,125 @@ def test_trainers_commands_read_fabrics_folder(tmp_path: Path) -> None:
     assert_same_state(one["state_dict"], dict(model.state_dict()))
     with pytest.raises(PlanError, match="is a folder"):
         fabric.load_raw(tmp_path / "folder", model)
+    fabric.strategy.close()
+
+
+MATRICES, REST = "optimizer_1", "optimizer_2"  # as a user may call them; in the folder they are 0 and 1
+
+
+def _two_optimizers_on_ranks(path: Path) -> Any:
+    return _two_optimizers(make_fabric(SHARDED, Loop(devices=2)), path, 0, 3)
+
+
+def _two_optimizers(fabric: Any, path: Path | None, first_step: int, steps: int) -> Any:
+    """Muon for matrices beside AdamW for the rest, loaded before training, or saved after it. Ranks have the same data,
+    so they have the numbers of one."""
+    net = _without_dropout()
+    matrices, rest = ([p for p in net.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
+    model, muon, adam = fabric.setup(net, torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01))
+    state = {"net": model, MATRICES: muon, REST: adam, "step": first_step}
+    if path is not None and first_step:
+        state["step"] = 0
+        fabric.load(path, state)
+        assert state["step"] == first_step
+    losses = []
+    for step in range(first_step, first_step + steps):
+        x, y = batch_of(step)
+        loss = nn.functional.cross_entropy(model(x), y)
+        fabric.backward(loss)
+        losses.append(loss.item())
+        for optimizer in (muon, adam):
+            optimizer.step()
+            optimizer.zero_grad()
+    if path is not None and not first_step:
+        fabric.save(path, {**state, "step": first_step + steps})
+    run = losses, dict(model.state_dict()), [copy.deepcopy(each.state_dict()) for each in (muon, adam)]
+    if isinstance(fabric.strategy, ElixirStrategy):
+        fabric.strategy.close()
+    return run
+
+
+SHARDED = {**TIGHT, "state_dict_type": "sharded"}
+
+
+def test_a_folder_has_several_optimizers_and_loads_on_another_number_of_ranks(tmp_path: Path) -> None:
+    from lightning_elixir.checkpoint.consolidate import consolidate
+
+    path = tmp_path / "folder"
+    whole = _two_optimizers(make_fabric("auto"), None, 0, 6)
+    saved, *_ = run_ranks(_two_optimizers_on_ranks, 2, path, init_group=False)
+    losses, values, _ = _two_optimizers(make_fabric(SHARDED), path, 3, 3)
+    assert [*saved[0], *losses] == whole[0]
+    assert_same_state(values, whole[1])
+    consolidate(path, tmp_path / "one.ckpt", max_file_bytes=2**30)
+    one = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    assert {"state_dict", "optimizer_states", "step"} == one.keys()
+    for mine, theirs in zip([saved[2][1], saved[2][0]], one["optimizer_states"], strict=True):  # "optimizer_1" is 1
+        assert mine["state"].keys() == theirs["state"].keys()
+        for number, state in mine["state"].items():
+            for key, value in state.items():
+                assert torch.equal(torch.as_tensor(theirs["state"][number][key]), torch.as_tensor(value))
+
+
+class UnderTwoOptimizers(LightningModule):
+    """The same model, for the Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        for name, module in _without_dropout().named_children():
+            self.add_module(name, module)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch_of(3 + batch_idx)
+        for module in self.children():
+            x = module(x)
+        loss = nn.functional.cross_entropy(x, y)
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        matrices, rest = ([p for p in self.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
+        return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)
+
+
+def test_the_trainer_goes_on_from_a_folder_with_several_optimizers(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    whole, _, _ = _two_optimizers(make_fabric("auto"), None, 0, 6)
+    _two_optimizers(make_fabric(SHARDED), path, 0, 3)
+    net = UnderTwoOptimizers()
+    trainer = pl.Trainer(
+        strategy=TrainerStrategy(**TIGHT), accelerator="cpu", devices=1, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(net, range(3), ckpt_path=path)
+    assert net.losses == whole[3:]
+    trainer.strategy.close()
+
+
+def test_what_a_folder_cannot_hold_or_has_not_got_is_named(tmp_path: Path) -> None:
+    fabric = make_fabric(SHARDED)
+    model, optimizer = set_up(fabric, Loop())
+    small = nn.Linear(2, 2)
+    other, by_other = fabric.setup(small, torch.optim.SGD(small.parameters(), 1.0))
+    with pytest.raises(PlanError, match=r"one module that was set up, and not 2 \(a, b\): save each module"):
+        fabric.save(tmp_path / "folder", {"a": model, "b": other})
+    with pytest.raises(PlanError, match="second steps another module than net"):
+        fabric.save(tmp_path / "folder", {"net": model, "first": optimizer, "second": by_other})
+    for state in ({"optimizer_0": model}, {"net": model, "model": optimizer}, {"net": model, "optimizer_states": 1}):
+        with pytest.raises(PlanError, match=r"uses the name (optimizer_0|model|optimizer_states) for something else"):
+            fabric.save(tmp_path / "folder", state)
+    fabric.save(tmp_path / "folder", {"net": model, "adam": optimizer, "step": 1})
+    with pytest.raises(KeyError, match="nothing under the name first, second: there are adam, model, net,"):
+        fabric.load(tmp_path / "folder", {"net": model, "first": optimizer, "second": optimizer})
+    weight, bias = small.parameters()
+    twice = fabric.setup(small, torch.optim.SGD([{"params": [weight]}, {"params": [bias]}], 1.0))[1]
+    with pytest.raises(PlanError, match="holds, as adam, an optimizer with 1 parameter groups; this one has 2"):
+        fabric.load(tmp_path / "folder", {"adam": twice})
     fabric.strategy.close()
 
 
