@@ -6,6 +6,7 @@ process, by class, in `_registered` below; nothing of it belongs to an engine.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,8 +51,10 @@ _TAKEN_FROM_ELSEWHERE = {
     ("schedulefree", "RAdamScheduleFree"),
 }
 
-# Those of bitsandbytes scale their states in blocks of a parameter's elements, beginning anew with each parameter.
-_OF_BITSANDBYTES = ("Adam8bit", "AdamW8bit", "Lion8bit", "SGD8bit", "RMSprop8bit", "Adagrad8bit")
+# Those of bitsandbytes, and how many moments each keeps. In 8 bits they scale these in blocks of a parameter's
+# elements, beginning anew with each parameter; LAMB and LARS take norms of it. Any may be told to use 8 bits, or 32.
+_MOMENTS = {"Adam": 2, "AdamW": 2, "LAMB": 2, "Lion": 1, "SGD": 1, "RMSprop": 1, "Adagrad": 1, "LARS": 1}
+_OF_BITSANDBYTES = {f"{name}{bits}": count for name, count in _MOMENTS.items() for bits in ("", "8bit", "32bit")}
 _WHOLE_FROM_ELSEWHERE = {("transformers", "Adafactor"), *(("bitsandbytes", name) for name in _OF_BITSANDBYTES)}
 
 _registered: weakref.WeakSet[type[Optimizer]] = weakref.WeakSet()
@@ -82,6 +85,11 @@ def register_elementwise(cls: type[Optimizer], **arguments: Any) -> type[Optimiz
         raise PlanError(
             f"register_elementwise() takes a subclass of torch.optim.Optimizer, got {cls!r}: give the class itself"
         )
+    if _is_whole(cls):
+        raise PlanError(
+            f"{full_name(cls)} is not run over slices of parameters, but over whole ones, for which nothing has to be"
+            " registered: leave register_elementwise() out, and use it as it is"
+        )
     probe = torch.nn.Parameter(torch.zeros(3))
     try:
         sample = cls([probe], **arguments)
@@ -90,6 +98,9 @@ def register_elementwise(cls: type[Optimizer], **arguments: Any) -> type[Optimiz
             f"{cls.__name__} cannot be made from parameters alone ({error}): give its other arguments, as in"
             f" register_elementwise({cls.__name__}, lr=1e-3)"
         ) from error
+    reason = _known_reason(sample)
+    if reason is not None:
+        raise PlanError(reason)
     check_elementwise(InnerMaker(cls, sample).make, sample, sample.param_groups)
     _registered.add(cls)
     return cls
@@ -108,17 +119,19 @@ class InnerMaker:
     """Whether it looks at whole parameters, so that it runs over these, not over segments."""
 
     @property
-    def moments_in_8_bits(self) -> int:
-        """States of one byte for each element; 0 for all that are not bitsandbytes' in 8 bits."""
+    def moments_of_bitsandbytes(self) -> int:
+        """States for each element, of 8 or 32 bits whatever the parameter's dtype; 0 for all that are not theirs."""
         package, name = _place_of(self.cls)
-        if package != "bitsandbytes" or name not in _OF_BITSANDBYTES:
-            return 0
-        return 2 if name.startswith("Adam") else 1
+        return _OF_BITSANDBYTES.get(name, 0) if package == "bitsandbytes" else 0
 
     @property
-    def least_in_8_bits(self) -> int:
-        """Elements of the smallest parameter that has such states; smaller ones have theirs in fp32."""
-        return int(getattr(getattr(self.prototype, "args", None), "min_8bit_size", 4096))
+    def least_in_8_bits(self) -> float:
+        """Elements of the smallest parameter whose states are of 8 bits; smaller ones have theirs in fp32, as have all
+        where this is infinite."""
+        settings = getattr(self.prototype, "args", None)
+        if getattr(settings, "optim_bits", 32) != 8:
+            return math.inf
+        return int(getattr(settings, "min_8bit_size", 4096))
 
     @property
     def is_adam(self) -> bool:
@@ -204,6 +217,8 @@ def inner_maker(optimizer: Optimizer) -> InnerMaker:
     if known in _WHOLE:
         return InnerMaker(known, is_whole=True)
     if _place_of(known) in _WHOLE_FROM_ELSEWHERE:
+        if _is_paged(optimizer):
+            raise PlanError(_why_not(optimizer))
         _check_overrides(optimizer)
         return InnerMaker(known, optimizer, is_whole=True)
     maker = InnerMaker(known, optimizer)
@@ -217,15 +232,24 @@ def _check_overrides(optimizer: Optimizer) -> None:
     manager = getattr(optimizer, "mng", None)
     if any(getattr(manager, name, None) for name in ("pid2config", "index2config", "module_weight_config_triple")):
         raise PlanError(
-            f"{type(optimizer).__name__}: this process has set other bits for some parameters, with GlobalOptimManager"
-            " or modules such as StableEmbedding, which cannot be followed here. Leave that out, and give these"
-            " parameters an optimizer of their own"
+            f"{full_name(type(optimizer))}: this process has set other bits for some parameters, with"
+            " GlobalOptimManager or modules such as StableEmbedding, which cannot be followed here. Leave that out, and"
+            " give these parameters an optimizer of their own"
         )
 
 
 def _is_known(cls: type) -> bool:
-    is_from_elsewhere = _place_of(cls) in _TAKEN_FROM_ELSEWHERE | _WHOLE_FROM_ELSEWHERE
-    return cls is HybridAdam or cls in (*_ELEMENTWISE, *_WHOLE) or cls in _registered or is_from_elsewhere
+    is_elementwise = cls is HybridAdam or cls in _ELEMENTWISE or cls in _registered
+    return is_elementwise or _is_whole(cls) or _place_of(cls) in _TAKEN_FROM_ELSEWHERE
+
+
+def _is_whole(cls: type) -> bool:
+    return cls in _WHOLE or _place_of(cls) in _WHOLE_FROM_ELSEWHERE
+
+
+def _is_paged(optimizer: Optimizer) -> bool:
+    """Whether it is bitsandbytes', with states that the driver moves."""
+    return getattr(optimizer, "is_paged", False) is True
 
 
 def _place_of(cls: type) -> tuple[str, str]:
@@ -233,31 +257,57 @@ def _place_of(cls: type) -> tuple[str, str]:
     return cls.__module__.partition(".")[0], cls.__name__
 
 
-def _keeps_blocks(cls: type) -> bool:
-    return cls.__name__ in {f"{name}{bits}" for name in ("Adam", "AdamW") for bits in ("8bit", "4bit", "Fp8")}
+def full_name(cls: type) -> str:
+    """With the module: several packages have an AdamW."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _quantises(cls: type) -> bool:
+    """Whether it is one of torchao's with states in few bits."""
+    names = {f"{name}{bits}" for name in ("Adam", "AdamW") for bits in ("8bit", "4bit", "Fp8")}
+    return _place_of(cls)[0] == "torchao" and cls.__name__ in names
+
+
+def _names_that_work() -> str:
+    return ", ".join(["HybridAdam", "CPUAdam", *(f"torch.optim.{c.__name__}" for c in (*_ELEMENTWISE, *_WHOLE))])
 
 
 def _why_not(optimizer: Optimizer) -> str:
-    name = type(optimizer).__name__
-    names = ", ".join(["HybridAdam", "CPUAdam", *(f"torch.optim.{c.__name__}" for c in (*_ELEMENTWISE, *_WHOLE))])
+    name = full_name(type(optimizer))
+    return _known_reason(optimizer) or (
+        f"{name} is not known to be element-wise: updates run over shards, which hold slices of parameters, so what "
+        f"becomes of an element may depend on that element alone. If it does, say so before training: "
+        f"lightning_elixir.register_elementwise({type(optimizer).__name__}), which tries it. If it does not, use one of"
+        f" {_names_that_work()}"
+    )
+
+
+def _known_reason(optimizer: Optimizer) -> str | None:
+    """Why an optimizer cannot run here in any way, where that is known without trying it."""
+    cls = type(optimizer)
+    name = full_name(cls)
     if isinstance(optimizer, _NEEDS_CLOSURE):
         return (
             f"{name} looks at whole parameters, at all of them together (it is not element-wise), and runs its closure"
-            f" several times in a step: none of this is possible over shards. Use one of {names}"
+            f" several times in a step: none of this is possible over shards. Use one of {_names_that_work()}"
         )
-    package, hint = type(optimizer).__module__.partition(".")[0], "use bitsandbytes' AdamW8bit, or HybridAdam"
-    if getattr(optimizer, "is_paged", False) is True:
+    if any(_place_of(base)[0] == "bitsandbytes" and "AdEMAMix" in base.__name__ for base in cls.__mro__):
         return (
-            f"{name} has the driver move its states between GPU and host, and here the plan does that: use"
-            f" {name.removeprefix('Paged')}, whose states may be offloaded"
+            f"{name} keeps two moments of a parameter in one tensor of twice its size, and states here are of the"
+            " parameter's own shape, or small: use an optimizer of bitsandbytes that has one tensor for each moment,"
+            " such as bitsandbytes.optim.AdamW8bit, or HybridAdam"
         )
-    if package == "torchao" and _keeps_blocks(type(optimizer)):
+    if _is_paged(optimizer):
+        unpaged = cls.__name__.removeprefix("Paged")
         return (
-            f"{name} is not element-wise: it quantises states in blocks, and keeps them in a tensor subclass that can"
-            f" neither be cut into shards nor moved between memories piece by piece: {hint}"
+            f"{name} has the driver move its states between GPU and host (is_paged=True), and here the plan does that:"
+            f" use {_place_of(cls)[0]}.optim.{unpaged} with is_paged=False, whose states may be offloaded"
         )
-    return (
-        f"{name} is not known to be element-wise: updates run over shards, which hold slices of parameters, so what "
-        f"becomes of an element may depend on that element alone. If it does, say so before training: "
-        f"lightning_elixir.register_elementwise({name}), which tries it. Use one of {names}"
-    )
+    if any(_quantises(base) for base in cls.__mro__):
+        return (
+            f"{name} is not element-wise: it quantises states in blocks, so that a slice of a parameter would be"
+            " rounded otherwise. Nor is it run over whole parameters here: each of its states is a tensor subclass"
+            " around several tensors, and states here are plain tensors. Use bitsandbytes.optim.AdamW8bit, or"
+            " HybridAdam"
+        )
+    return None

@@ -58,14 +58,15 @@ def check_elementwise(make: OptimizerMaker, sample: torch.optim.Optimizer, group
                     raise PlanError(
                         f"{name} is not element-wise: {error}. Updates run over slices of parameters, so what becomes"
                         " of an element may depend on that element, its gradient and its own states alone. Change"
-                        " that in its step(), or use HybridAdam or an element-wise optimizer of torch, such as AdamW"
+                        " that in its step(), or use HybridAdam or an element-wise optimizer of torch, such as"
+                        " torch.optim.AdamW"
                     ) from None
                 except Exception as error:
                     raise PlanError(
                         f"{name} failed when it was tried on small tensors, cut up and whole, with the settings"
                         f" {settings} ({type(error).__name__}: {error}): it cannot run over slices of parameters."
                         " Have its step() take tensors of one dimension and any length, or use HybridAdam or an"
-                        " element-wise optimizer of torch, such as AdamW"
+                        " element-wise optimizer of torch, such as torch.optim.AdamW"
                     ) from error
 
 

@@ -73,8 +73,8 @@ class ChunkOptimizers:
     @property
     def state_count(self) -> StateCount:
         """States for each element of a parameter (Adam 2), rounded up; 2 before there are any."""
-        if self.maker.moments_in_8_bits:
-            return StateCount(0, self._bytes_in_8_bits())
+        if self.maker.moments_of_bitsandbytes:
+            return StateCount(0, self._bytes_of_bitsandbytes())
         if self.maker.is_whole:  # ranks have other shares of them, and must plan alike: Adafactor may have a momentum
             return StateCount(2 if any(group.get("beta1") is not None for group in self.groups) else 1)
         inners = [inner for inner in self.inner.values() if inner.state_bytes()]
@@ -84,12 +84,12 @@ class ChunkOptimizers:
         own = sum(inner.work.element_size() * sum(place.numel for place in inner.places) for inner in inners)
         return StateCount(math.ceil(sum(inner.state_bytes() for inner in inners) / max(1, own) - 0.1))
 
-    def _bytes_in_8_bits(self) -> int:
-        """For each element: moments of a byte and their scales, or of small parameters in fp32, rounded up over all."""
+    def _bytes_of_bitsandbytes(self) -> int:
+        """For each element: moments of a byte and their scales, or those of fp32, rounded up over all."""
         least = self.maker.least_in_8_bits
         numels = [self._engine.chunks[i].spec.members[m].numel for i, members in self.members.items() for m in members]
         total = sum(numel * (1 + _SCALE_BYTES if numel >= least else 4) for numel in numels)
-        return math.ceil(self.maker.moments_in_8_bits * total / max(1, sum(numels)))
+        return math.ceil(self.maker.moments_of_bitsandbytes * total / max(1, sum(numels)))
 
     def parameter_names(self) -> list[str]:
         """FQNs of the members."""

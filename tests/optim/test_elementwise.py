@@ -65,10 +65,17 @@ def test_quantised_states_that_cannot_be_followed_are_refused() -> None:
     import bitsandbytes
     from bitsandbytes.optim import GlobalOptimManager
 
-    with pytest.raises(PlanError, match="has the driver move its states.*use AdamW8bit"):
-        inner_maker(bitsandbytes.optim.PagedAdamW8bit(_parameters()))
+    of_bits = bitsandbytes.optim
+    for paged in (of_bits.PagedAdamW8bit(_parameters()), of_bits.AdamW8bit(_parameters(), is_paged=True)):
+        with pytest.raises(PlanError, match=r"has the driver move its states.*use bitsandbytes.optim.AdamW8bit with"):
+            inner_maker(paged)
+    for cls in (of_bits.AdEMAMix8bit, of_bits.PagedAdEMAMix):
+        with pytest.raises(PlanError, match="keeps two moments of a parameter in one tensor"):
+            inner_maker(cls(_parameters()))
+        with pytest.raises(PlanError, match="keeps two moments of a parameter in one tensor"):
+            lightning_elixir.register_elementwise(cls)
     of_torchao = type("AdamW8bit", (torch.optim.Optimizer,), {"__module__": "torchao.optim.adam"})
-    with pytest.raises(PlanError, match="quantises states in blocks, and keeps them in a tensor subclass"):
+    with pytest.raises(PlanError, match=r"torchao.optim.adam.AdamW8bit is not element-wise: it quantises"):
         inner_maker(of_torchao(_parameters(), {}))
     parameters = _parameters()
     manager = GlobalOptimManager.get_instance()
@@ -79,3 +86,11 @@ def test_quantised_states_that_cannot_be_followed_are_refused() -> None:
     finally:
         manager.pid2config.clear()
     assert inner_maker(bitsandbytes.optim.AdamW8bit(parameters)).is_whole
+    with pytest.raises(PlanError, match=r"bitsandbytes.optim.adamw.AdamW is not run over slices .* use it as it is"):
+        lightning_elixir.register_elementwise(bitsandbytes.optim.AdamW)
+
+
+def test_names_tell_which_of_several_packages_is_meant() -> None:
+    other = type("AdamW", (torch.optim.Optimizer,), {"__module__": "somewhere.optim"})
+    with pytest.raises(PlanError, match=r"^somewhere.optim.AdamW is not known.*use one of .*, torch.optim.AdamW,"):
+        inner_maker(other(_parameters(), {}))

@@ -449,9 +449,9 @@ def test_foreign_and_unsuitable_optimizers_are_refused() -> None:
     model, module, _ = wrapped(**TIGHT)
     with pytest.raises(PlanError, match=r"not the wrapped model's.*shape \(3,\)"):
         ElixirOptimizer(module, torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1))
-    with pytest.raises(PlanError, match=r"^LBFGS looks at whole parameters.*Use one of HybridAdam"):
+    with pytest.raises(PlanError, match=r"LBFGS looks at whole parameters.*Use one of HybridAdam"):
         ElixirOptimizer(module, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(PlanError, match=r"^Lion is not known to be element-wise.*Use one of HybridAdam"):
+    with pytest.raises(PlanError, match=r"\.Lion is not known to be element-wise.*use one of HybridAdam"):
         ElixirOptimizer(module, Lion(model.parameters()))
 
 

@@ -77,25 +77,28 @@ def _transformers(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [Adafactor(model.parameters(), lr=0.01, scale_parameter=False, relative_step=False, beta1=0.5)]
 
 
-def _bitsandbytes(name: str) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
-    """With blocks of 256 elements in the larger tensors, and fp32 states in the others."""
+def _bitsandbytes(name: str, **options: Any) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
+    """In 8 bits with blocks of 256 elements in the larger tensors, and fp32 states in the others."""
 
     def make(model: nn.Module) -> list[torch.optim.Optimizer]:
         import bitsandbytes
 
-        more = {"momentum": 0.9} if name == "SGD8bit" else {}
-        return [getattr(bitsandbytes.optim, name)(model.parameters(), lr=0.01, min_8bit_size=300, **more)]
+        more = {"momentum": 0.9} if name.startswith(("SGD", "LARS")) else {}
+        every = {"lr": 0.01, "min_8bit_size": 300, **more, **options}
+        return [getattr(bitsandbytes.optim, name)(model.parameters(), **every)]
 
     return make
 
 
-IN_8_BITS = ("AdamW8bit", "Adam8bit", "Lion8bit", "SGD8bit", "RMSprop8bit", "Adagrad8bit")
+OF_BITSANDBYTES = ("Adam", "AdamW", "LAMB", "Lion", "SGD", "RMSprop", "Adagrad", "LARS")
 MAKE: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
     "adafactor": _adafactor,
     "muon": _muon,
     "muon and HybridAdam": _muon_and_hybrid,
     "transformers": _transformers,
-    **{name: _bitsandbytes(name) for name in IN_8_BITS},
+    **{f"{name}{bits}": _bitsandbytes(f"{name}{bits}") for name in OF_BITSANDBYTES for bits in ("8bit", "32bit")},
+    "AdamW": _bitsandbytes("AdamW"),
+    "AdamW told to use 8 bits": _bitsandbytes("AdamW", optim_bits=8),
 }
 PLACES: dict[str, dict[str, Any]] = {
     "offloaded": {"placement_policy": "cpu", "chunk_size": 4096},
@@ -222,19 +225,28 @@ def test_a_limit_that_changes_counts_each_parameters_states() -> None:
     module = ElixirModule(model, make_plan(model, **PLACES["offloaded"]))
     optimizers = [ElixirOptimizer(module, inner) for inner in _muon_and_hybrid(model)]
     assert [optimizer.state_count for optimizer in optimizers] == [(1, 0), (2, 0)]
-    regime = module._limited._regime()
+    regime = module._limited.regime
     matrices = [name for name, p in model.named_parameters() if p.dim() == 2]
     assert regime.num_states == 2
     assert dict(regime.other_states) == dict.fromkeys(matrices, (1, 0))
     module.close()
 
 
-@pytest.mark.parametrize(("name", "count"), [("AdamW8bit", (0, 3)), ("Lion8bit", (0, 2))])
-def test_states_in_8_bits_are_counted_as_what_they_take(name: str, count: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "bits", "count", "small_count"),
+    [
+        *(("AdamW8bit", 8, (0, 3), (0, 8)), ("Lion8bit", 8, (0, 2), (0, 4)), ("AdamW", 8, (0, 3), (0, 8))),
+        *(("AdamW", 32, (0, 8), (0, 8)), ("Lion", 32, (0, 4), (0, 4))),
+    ],
+)
+def test_states_of_bitsandbytes_are_counted_as_what_they_take(
+    name: str, bits: int, count: tuple[int, int], small_count: tuple[int, int]
+) -> None:
+    more = {} if "8bit" in name else {"optim_bits": bits}
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="8-bit optimizers are those of bitsandbytes")
     model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
     module = ElixirModule(model, make_plan(model, placement_policy="cpu"))
-    optimizer = ElixirOptimizer(module, getattr(bitsandbytes.optim, name)(model.parameters(), lr=1e-3))
+    optimizer = ElixirOptimizer(module, getattr(bitsandbytes.optim, name)(model.parameters(), lr=1e-3, **more))
     assert optimizer.state_count == count
     optimizer.backward(module(torch.randn(2, 256)).square().mean())
     optimizer.step()
@@ -244,8 +256,8 @@ def test_states_in_8_bits_are_counted_as_what_they_take(name: str, count: tuple[
     assert regime.data_bytes["bfloat16"].states == count[1]
     small = nn.Linear(32, 32)  # of fp32 then
     other = ElixirModule(small, make_plan(small, placement_policy="cpu"))
-    inner = getattr(bitsandbytes.optim, name)(small.parameters(), lr=1e-3)
-    assert ElixirOptimizer(other, inner).state_count == (0, 4 * (count[1] - 1))
+    inner = getattr(bitsandbytes.optim, name)(small.parameters(), lr=1e-3, **more)
+    assert ElixirOptimizer(other, inner).state_count == small_count
     module.close()
     other.close()
 
