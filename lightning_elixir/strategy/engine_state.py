@@ -452,7 +452,7 @@ def load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: Checkpoint
 
 
 def load_optimizers(
-    optimizers: Sequence[ElixirOptimizer], engine: Engine, index: CheckpointIndex, further: Collection[str]
+    optimizers: Sequence[ElixirOptimizer], engine: Engine, index: CheckpointIndex, further: Collection[str] = ()
 ) -> None:
     """As `load_optimizer`: of each optimizer the states over the same parameters, or else those with its number.
 
