@@ -28,7 +28,7 @@ from lightning_elixir.cli import main
 from lightning_elixir.cli.bench import origin_text
 from lightning_elixir.cli.machine import machine_of, named_hardware
 from lightning_elixir.cli.options import make_parser
-from lightning_elixir.cli.shapes import SHAPES, shape_name
+from lightning_elixir.cli.shapes import SHAPES, refuse_unknown, shape_name
 from lightning_elixir.cli.subject import key_values, module_subject
 from lightning_elixir.cli.wording import in_options, size_of, speaking_of_options
 from lightning_elixir.errors import CapacityError, PlanError
@@ -416,6 +416,22 @@ def test_unknown_names_are_answered_with_the_nearest(
     assert main(["plan", "--model", written]) == 2  # before it asks how much memory there is
     assert f"no model '{written}'. Do you mean" in (told := capsys.readouterr().err)
     assert like in told.partition("Known are")[0]
+
+
+@pytest.mark.parametrize("arguments", [["--model", "lama-7b"], ["--fits", "gpt2", "AutoModel"]])
+def test_unknown_names_are_refused_before_torch_is_imported(arguments: list[str]) -> None:
+    code = (
+        "import sys; sys.argv = ['lightning-elixir']; from lightning_elixir.cli import main;"
+        f" print(main(['plan', *{arguments}]), 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["2", "False", "False"]
+    assert "no model 'lama-7b'. Do you mean llama-2-7b" in done.stderr or "AutoModel takes any model" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-sw3", "EvollaModel", "Qwen3ForCausalLM", "AutoformerModel", "Llama"])
+def test_no_name_that_may_be_known_is_refused_beforehand(name: str) -> None:
+    refuse_unknown(name)
 
 
 def test_table_of_what_fits(capsys: pytest.CaptureFixture[str]) -> None:

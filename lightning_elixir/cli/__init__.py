@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_elixir.cli.options import TRAINING_COMMANDS, make_parser
+from lightning_elixir.cli.shapes import refuse_unknown
 from lightning_elixir.errors import CapacityError, ElixirError, PlanError
 
 __all__ = ["main"]
@@ -43,6 +44,10 @@ def _run(options: argparse.Namespace) -> int:
         return run_consolidate(options)
     if importlib.util.find_spec("rich") is None:
         raise PlanError(f"`lightning-elixir {options.command}` prints with rich, which is missing: pip install rich")
+    if options.command == "plan":
+        for name in (options.model, *(options.fits or ())):
+            if name is not None:
+                refuse_unknown(name)
     _prepare()
     if options.command == "plan" and options.patterns:
         from lightning_elixir.cli.pattern_table import print_patterns

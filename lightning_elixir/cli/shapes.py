@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import importlib
+import importlib.util
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+from lightning_elixir.errors import PlanError
 
 Shape = tuple[str, Mapping[str, Any]]
 """Model type of transformers, and entries of its config."""
@@ -201,6 +206,45 @@ def shape_name(name: str) -> str | None:
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Of the known names those that are most like it, the most similar first."""
     return difflib.get_close_matches(name.lower().rpartition("/")[2], list(known), count, 0.5)
+
+
+def unknown_name(name: str, model_types: Iterable[str]) -> str:
+    """What is told of a name that stands for no model.
+
+    Args:
+        model_types: Of transformers.
+    """
+    if name.startswith("Auto"):
+        return f"{name} takes any model: give the name of one, a config file, or a class such as LlamaForCausalLM"
+    like = nearest(name, dict.fromkeys([*SHAPES, *model_types]))
+    hint = f" Do you mean {' or '.join(like)}?" if like else ""
+    return (
+        f"no model {name!r}.{hint} Known are {', '.join(SHAPES)}, every model type of transformers and its classes"
+        " (LlamaForCausalLM), config files (FILE.json) and folders with a config.json. A model of your own: --module"
+    )
+
+
+def refuse_unknown(name: str) -> None:
+    """Refuse what stands for no model, as far as that is seen without importing torch, which takes seconds: what the
+    files of transformers do not mention. The others are looked up when transformers is there.
+
+    Raises:
+        PlanError: There is no such model.
+    """
+    spec = importlib.util.find_spec("transformers")
+    places = (spec and spec.submodule_search_locations) or ()
+    if shape_name(name) is not None or name.endswith(".json") or Path(name).is_dir() or not places:
+        return
+    folder = Path(next(iter(places)), "models", "auto")
+    files = [folder / "configuration_auto.py", folder / "auto_mappings.py"]  # releases differ in which has the names
+    text = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    model_types = re.findall(r'\(\s*"([\w.-]+)",\s*"\w+Config"', text)
+    if not model_types or f'"{name.lower()}"' in text.lower():
+        return
+    may_be_class = name.isidentifier() and name != name.lower() and re.match("Auto[A-Z]", name) is None
+    if may_be_class and name in dir(importlib.import_module("transformers")):  # which takes a second, and no torch
+        return
+    raise PlanError(unknown_name(name, (each.lower() for each in model_types)))
 
 
 def _squeezed(name: str) -> str:

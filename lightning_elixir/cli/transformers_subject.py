@@ -6,14 +6,14 @@ import argparse
 import importlib
 import importlib.util
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_elixir.cli.shapes import SHAPES, nearest, shape_name
+from lightning_elixir.cli.shapes import SHAPES, shape_name, unknown_name
 from lightning_elixir.cli.subject import Subject, backward, check_options, enable_checkpointing, key_values
 from lightning_elixir.errors import PlanError
 
@@ -108,18 +108,7 @@ def _named(name: str) -> tuple[str, Mapping[str, Any]]:
     model_type = getattr(config, "model_type", None)
     if model_type in known:
         return str(model_type), {"architectures": [name]}
-    raise PlanError(_unknown(name, dict.fromkeys([*SHAPES, *known])))
-
-
-def _unknown(name: str, known: Collection[str]) -> str:
-    if name.startswith("Auto"):
-        return f"{name} takes any model: give the name of one, a config file, or a class such as LlamaForCausalLM"
-    like = nearest(name, known)
-    hint = f" Do you mean {' or '.join(like)}?" if like else ""
-    return (
-        f"no model {name!r}.{hint} Known are {', '.join(SHAPES)}, every model type of transformers and its classes"
-        " (LlamaForCausalLM), config files (FILE.json) and folders with a config.json. A model of your own: --module"
-    )
+    raise PlanError(unknown_name(name, known))
 
 
 def _in_file(path: Path) -> tuple[str, Mapping[str, Any]]:
