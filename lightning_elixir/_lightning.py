@@ -43,6 +43,8 @@ if TYPE_CHECKING or find_spec("lightning") is not None:
         GradientAccumulationScheduler,
         ModelCheckpoint,
         OnExceptionCheckpoint,
+        StochasticWeightAveraging,
+        WeightAveraging,
     )
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import (
@@ -92,6 +94,8 @@ else:
         GradientAccumulationScheduler,
         ModelCheckpoint,
         OnExceptionCheckpoint,
+        StochasticWeightAveraging,
+        WeightAveraging,
     )
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.plugins import (
@@ -153,6 +157,7 @@ __all__ = [
     "set_global_rank",
     "Sharded",
     "SIGTERMException",
+    "StochasticWeightAveraging",
     "StrategyRegistry",
     "SubprocessScriptLauncher",
     "to_uncompiled",
@@ -160,6 +165,7 @@ __all__ = [
     "TorchCheckpointIO",
     "Trainer",
     "TrainerFn",
+    "WeightAveraging",
 ]
 
 

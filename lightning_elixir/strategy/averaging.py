@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -9,9 +10,34 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_avg_fn, get_swa_avg_fn
 from typing_extensions import override
 
-from lightning_elixir._lightning import Callback, LightningModule, Trainer
+from lightning_elixir._lightning import Callback, LightningModule, StochasticWeightAveraging, Trainer
 from lightning_elixir.errors import PlanError
 from lightning_elixir.runtime.averages import Average, Averages
+
+log = logging.getLogger(__name__)
+
+
+def tell_of_averaging(callback: Callback, mixed: str | None) -> None:
+    """Warn of what one of Lightning's averaging callbacks does under `ElixirStrategy`, and tell what does not.
+
+    Args:
+        callback: A `StochasticWeightAveraging` or `WeightAveraging`.
+        mixed: The precision, where parameters in 16 bits have fp32 masters; None: it is another.
+    """
+    if isinstance(callback, StochasticWeightAveraging):
+        cure = (
+            "(decay=None, update_every_n_steps=0, update_starting_at_epoch=...) keeps fp32 averages where optimizer"
+            " states are. It leaves learning rates alone: give torch.optim.swa_utils.SWALR from configure_optimizers()"
+        )
+    else:
+        cure = " takes the same rhythm, and keeps fp32 averages where optimizer states are"
+    log.warning(
+        "%s keeps a copy of the whole model on every rank, and brings all parameters to the device for each update%s."
+        " lightning_elixir.ElixirWeightAveraging%s",
+        type(callback).__name__,
+        f"; under {mixed} it averages them rounded to 16 bits, not the fp32 masters that are trained" if mixed else "",
+        cure,
+    )
 
 
 class ElixirWeightAveraging(Callback):

@@ -25,10 +25,12 @@ from lightning_elixir._lightning import (
     OnExceptionCheckpoint,
     ParallelStrategy,
     Precision,
+    StochasticWeightAveraging,
     SubprocessScriptLauncher,
     TorchCheckpointIO,
     Trainer,
     TrainerFn,
+    WeightAveraging,
     is_overridden,
     pl,
 )
@@ -43,6 +45,7 @@ from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.averages import Average, Averages
+from lightning_elixir.strategy.averaging import tell_of_averaging
 from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler, without_compiler
 from lightning_elixir.strategy.device_meshes import MeshAccess
 from lightning_elixir.strategy.engine_handle import EngineHandle
@@ -271,8 +274,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     def _planner(self) -> Planner:
         return self._make_planner(self._regime, self._machine_figures)
 
-    @staticmethod
-    def _check_callbacks(trainer: Trainer) -> None:
+    def _check_callbacks(self, trainer: Trainer) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, BaseFinetuning):
                 raise PlanError(
@@ -280,6 +282,9 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
                     " chunks are laid out by what trains. Call fit() once with the backbone frozen, and again after"
                     " unfreezing it"
                 )
+            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)) and self._comm.rank == 0:
+                plugin = self.precision_plugin
+                tell_of_averaging(callback, plugin.precision if plugin.is_mixed else None)
 
     @property
     @override

@@ -272,6 +272,41 @@ def test_what_is_refused(strategy: Any, match: str) -> None:
         ElixirWeightAveraging(decay=1.5)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("make", "cure"),
+    [
+        (lambda: pl.callbacks.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1), "swa_utils.SWALR"),
+        (lambda: pl.callbacks.EMAWeightAveraging(decay=0.9), "where optimizer states are"),
+    ],
+)
+def test_lightnings_own_callbacks_are_told_of(
+    make: Any, cure: str, precision: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(ElixirStrategy(**TIGHT), Net, callbacks=[make()], precision=precision, max_epochs=1)
+    (told,) = [r.getMessage() for r in caplog.records if "keeps a copy of the whole model" in r.getMessage()]
+    assert cure in told
+    assert "lightning_elixir.ElixirWeightAveraging" in told
+    assert ("under bf16-mixed it averages them rounded to 16 bits" in told) == (precision == "bf16-mixed")
+
+
+def test_swa_with_its_learning_rates() -> None:
+    """What Lightning's `StochasticWeightAveraging` does, put together from averages and a scheduler as the docs say."""
+
+    class Annealed(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            usual = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+            steady = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.01, anneal_epochs=1)
+            return [optimizer], [torch.optim.lr_scheduler.SequentialLR(optimizer, [usual, steady], milestones=[1])]
+
+    _, _, expected = _run("auto", Annealed, _Swa(), max_epochs=3)
+    callback = ElixirWeightAveraging(None, 0, update_starting_at_epoch=1)
+    trainer, _, got = _run(ElixirStrategy(**TIGHT), Annealed, callback, max_epochs=3)
+    _assert_same(got, expected)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
+
+
 def test_memory_is_counted() -> None:
     trainer, model, _ = fit(ElixirStrategy(**TIGHT), callbacks=[ElixirWeightAveraging()], max_epochs=1)
     seen: list[int] = []
