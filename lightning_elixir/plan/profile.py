@@ -135,6 +135,41 @@ class MemoryProfile:
         )
         return replace(self, timeline=tuple(timeline))
 
+    def of_last_iteration(self) -> MemoryProfile:
+        """Where forward and backward came several times: the same from the forward of the last backward to its end,
+        with as much memory at its highest moment as any of them took. As it is where they came once."""
+        timeline = self.timeline
+        end = max((i + 1 for i, interval in enumerate(timeline) if interval.is_backward), default=0)
+        start = end
+        while start and timeline[start - 1].is_backward:
+            start -= 1
+        while start and not timeline[start - 1].is_backward:
+            start -= 1
+        if not start:
+            return self
+        # What began before is not part of it; what ends with its backward, the next interval tells.
+        kept = (replace(timeline[start], dropped=()), *timeline[start + 1 : end])
+        if end < len(timeline):
+            idle = replace(kept[-1], fqns=(), is_pinned=False, flops=0, moved_bytes=0, num_ops=0, grads=())
+            kept += (replace(idle, dropped=timeline[end].dropped),)
+        last = replace(self, timeline=kept, flops=sum(i.flops for i in kept), visits=self._visits_from(start, end))
+        peak = max(i.activation_bytes for i in kept)
+        return last.with_bytes(lambda nbytes: round(nbytes * self.activation_bytes / peak) if peak else nbytes)
+
+    def _visits_from(self, start: int, end: int) -> tuple[BlockVisit, ...]:
+        """Those of a part of the timeline, as visits of a timeline that begins there."""
+
+        def moved(visit: BlockVisit) -> BlockVisit:
+            (first, after), (begin, over) = visit.forward, visit.backward
+            return replace(
+                visit,
+                forward=(first - start, after - start),
+                backward=(begin - start, min(over, end) - start) if start <= begin < end else (0, 0),
+                last_save=visit.last_save._replace(interval=visit.last_save.interval - start),
+            )
+
+        return tuple(moved(visit) for visit in self.visits if start <= visit.forward[0] and visit.forward[1] <= end)
+
 
 @dataclass(frozen=True)
 class StepInterval:

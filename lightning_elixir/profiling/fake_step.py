@@ -230,6 +230,8 @@ def _note(value: Any, memo: dict[int, Any], depth: int = 0) -> None:
     is_container = isinstance(value, (list, tuple, set, dict))
     if isinstance(value, Tensor):
         memo[id(value)] = _fake_input(value, None)
+    elif isinstance(value, torch.Generator):
+        memo[id(value)] = _copy_of(value)
     elif hasattr(value, "__array_finalize__"):  # an array of numpy, which need not be there
         if value.nbytes > _MOST_COPIED_BYTES:
             memo[id(value)] = view = value.view()
@@ -241,6 +243,15 @@ def _note(value: Any, memo: dict[int, Any], depth: int = 0) -> None:
     elif is_container and depth < _DEEPEST:
         for item in dict.values(value) if isinstance(value, dict) else value:
             _note(item, memo, depth + 1)
+
+
+def _copy_of(generator: torch.Generator) -> torch.Generator:
+    """One for the CPU, where the step on fake tensors draws, of the same state if that is for the CPU too. Under the
+    fake mode `copy.deepcopy` would make it from a state without values."""
+    with unset_fake_temporarily():
+        if generator.device.type == "cpu":
+            return generator.clone_state()
+        return torch.Generator().manual_seed(generator.initial_seed())
 
 
 def _fake_input(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

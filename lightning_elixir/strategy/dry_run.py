@@ -4,17 +4,21 @@
 (`profiling/fake_step.py`). The user's code must not notice: what it counts, it counts in the copy; what it logs and
 prints goes nowhere; what it changes in its classes, its files' globals, the batch and the like is put back
 (`strategy/put_back.py`), as are random states; the copy's trainer, optimizers and schedulers tell figures, such as
-`global_step` and the learning rate, and refuse everything else. Numbers that the code reads from tensors are taken to
-be 1, and answers no, so many times and no more: a loop may wait for others. Where all this does not do, or the code may
-use up an iterator, there is no dry run, and the first step is watched instead (`strategy/warm_up.py`). What the code
-does outside of the process, such as lines in files, it does once more. Tensors without values that something still
-holds afterwards end the fit: training would go on with them, unnoticed.
+`global_step` and the learning rate, and refuse most else. Steps of optimizers and schedulers change nothing, so that
+manual optimization runs too: of several forwards and backwards in one batch the last ones count, as in a step that is
+watched (`runtime/iterations.py`), with the memory of the largest. Numbers that the code reads from tensors are taken to
+be 1, and answers no, so many times and no more: a loop may wait for others. A metric of torchmetrics that needs values
+is left out where no gradient can come from it. Where all this does not do, or the code may use up an iterator, there is
+no dry run, and the first step is watched instead (`strategy/warm_up.py`). What the code does outside of the process,
+such as lines in files, it does once more. Tensors without values that something still holds afterwards end the fit:
+training would go on with them, unnoticed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import enum
 import functools
 import io
@@ -31,8 +35,9 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._pytree import tree_leaves
+from torchmetrics import Metric
 
 from lightning_elixir._lightning import LightningModule, Trainer
 from lightning_elixir.core.random_states import capture_random_states, restore_random_states
@@ -50,7 +55,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operators
 def dry_run(
     module: LightningModule,
     args: Sequence[Any],
-    loss_of: Callable[[Any], Tensor | None],
+    loss_of: Callable[[Any], Tensor | None] | None,
     *,
     compute_dtype: torch.dtype | None,
     has_autocast: bool,
@@ -60,16 +65,17 @@ def dry_run(
     """What a training step takes and does. Neither the module nor the batch nor random states change.
 
     Args:
-        module: In a fit, with automatic optimization; its parameters may be anywhere.
+        module: In a fit; its parameters may be anywhere.
         args: Of `training_step`; tensors on any device.
-        loss_of: Makes the loss from what `training_step` returns.
+        loss_of: Makes the loss from what `training_step` returns; None: it runs backward itself, under manual
+            optimization.
         compute_dtype: Dtype of forward and backward; None: each parameter keeps its own.
         has_autocast: Whether steps run under `torch.autocast`.
         kept_fp32: Names of the parameters that are computed with in fp32 all the same.
         blocks: Names of modules that keep all that autograd saves, and of which the profile tells what that is.
 
     Raises:
-        PlanError: The step does not run without values.
+        PlanError: The step does not run without values, or runs no backward.
         StateError: The user's code holds tensors of the dry run where they cannot be taken away.
     """
     made: list[weakref.ref[Tensor]] = []
@@ -118,7 +124,7 @@ def _why(error: BaseException) -> str:
 def _profiled(
     module: LightningModule,
     args: Sequence[Any],
-    loss_of: Callable[[Any], Tensor | None],
+    loss_of: Callable[[Any], Tensor | None] | None,
     made: list[weakref.ref[Tensor]],
     profile: Callable[..., MemoryProfile],
 ) -> MemoryProfile:
@@ -140,7 +146,10 @@ def _profiled(
         copies.append(copy)
         made.extend(map(weakref.ref, (*copy.parameters(), *copy.buffers(), *inp["tensors"])))
         _keep_to_itself(copy, module, trainer)
-        loss = loss_of(copy.training_step(*fake_args))
+        output = copy.training_step(*fake_args)
+        if loss_of is None:
+            return
+        loss = loss_of(output)
         if loss is None:
             raise ValueError("training_step returned no loss")
         copy.backward(loss)
@@ -156,7 +165,7 @@ def _profiled(
         return result
 
     try:
-        return profile(
+        found = profile(
             module,
             {"tensors": tensors},
             step,
@@ -167,10 +176,15 @@ def _profiled(
         for copy in copies:  # modules lie in cycles, and would stay until the collector comes
             for one in list(copy.modules()):
                 vars(one).clear()
+    if loss_of is None and not any(interval.is_backward for interval in found.timeline):
+        raise PlanError("training_step ran no backward")
+    return found if loss_of is not None else found.of_last_iteration()
 
 
 class _FiguresOf:
     """A Trainer that can be asked, and does nothing."""
+
+    optimizers: list[_GroupsOf]
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -183,14 +197,49 @@ class _FiguresOf:
         value = getattr(self._trainer, name)
         if isinstance(value, _PLAIN):
             return value
+        if name == "lr_scheduler_configs":
+            return [dataclasses.replace(config, scheduler=_RatesOf(config.scheduler)) for config in value]
         raise PlanError(f"training_step uses trainer.{name}, which is not there in a dry run")
 
 
 class _GroupsOf:
-    """An optimizer whose settings can be read; what is written goes nowhere."""
+    """An optimizer whose settings can be read, over the copy's parameters; steps change nothing.
 
-    def __init__(self, optimizer: Any) -> None:
-        self.param_groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    Args:
+        optimizer: The real one.
+        copy: Of the module.
+        copied: The copy's parameters, by `id` of the module's.
+    """
+
+    def __init__(self, optimizer: Any, copy: LightningModule, copied: Mapping[int, Tensor]) -> None:
+        self._copy = copy
+        self.defaults = dict(optimizer.defaults)
+        self.param_groups = [
+            {**group, "params": [copied[id(p)] for p in group["params"]]} for group in optimizer.param_groups
+        ]
+
+    @property
+    def optimizer(self) -> _GroupsOf:
+        """As that of a `LightningOptimizer`."""
+        return self
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """As that of a `LightningOptimizer`."""
+        toggled: Any = self
+        self._copy.toggle_optimizer(toggled)
+        yield
+        self._copy.untoggle_optimizer(toggled)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.grad = None  # also where values are set to 0: the engine keeps none
+
+    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
 
 
 class _RatesOf:
@@ -200,17 +249,7 @@ class _RatesOf:
         self.last_epoch = scheduler.last_epoch
         self.get_last_lr = scheduler.get_last_lr
 
-
-def _shown(ask: Callable[..., Any], show: Callable[[Any], Any]) -> Callable[..., Any]:
-    """`LightningModule.optimizers` or `lr_schedulers`, with others in the place of each of them."""
-
-    def asked(*args: Any, **options: Any) -> Any:
-        found = ask(*args, **options)
-        if isinstance(found, list):
-            return [show(one) for one in found]
-        return None if found is None else show(found)
-
-    return asked
+    def step(self, *_: Any, **__: Any) -> None: ...
 
 
 class _Nothing:
@@ -246,9 +285,15 @@ class _Nothing:
 def _keep_to_itself(copy: LightningModule, module: LightningModule, trainer: _FiguresOf) -> None:
     """Give the copy, and LightningModules in it, methods that log, print and gather nothing."""
     nothing = _Nothing()
+    fakes = dict(copy.named_parameters(remove_duplicate=False))
+    copied = {id(p): fakes[name] for name, p in module.named_parameters(remove_duplicate=False)}
+    optimizers = [_GroupsOf(optimizer, copy, copied) for optimizer in module.trainer.optimizers]
+    trainer.optimizers = optimizers
     for one in copy.modules():
         if hasattr(one, "_device"):
             object.__setattr__(one, "_device", torch.device("cpu"))  # where fake tensors are
+        if isinstance(one, Metric):
+            _leave_out_what_needs_values(one)
         if not isinstance(one, LightningModule):
             continue
         silent = {
@@ -257,11 +302,38 @@ def _keep_to_itself(copy: LightningModule, module: LightningModule, trainer: _Fi
             "log_dict": nothing,
             "print": nothing,
             "all_gather": _gathering(module.trainer.world_size),
-            "optimizers": _shown(module.optimizers, _GroupsOf),
-            "lr_schedulers": _shown(module.lr_schedulers, _RatesOf),
+            "optimizers": partial(_shown, optimizers),
         }
+        if not one.automatic_optimization:  # otherwise these raise, and should
+            silent |= {"manual_backward": one.backward, "clip_gradients": nothing}
         for name, value in silent.items():
             object.__setattr__(one, name, value)
+
+
+def _shown(optimizers: list[_GroupsOf], use_pl_optimizer: bool = True) -> _GroupsOf | list[_GroupsOf]:
+    """As `LightningModule.optimizers`: the one, or all of several."""
+    return optimizers[0] if len(optimizers) == 1 else list(optimizers)
+
+
+def _leave_out_what_needs_values(metric: Metric) -> None:
+    """Have a metric go on without what it cannot do without values: what comes out then is of what it did before, or
+    one number, and carries no gradient; so it is only where none is wanted of the metric."""
+
+    def guarded(run: Callable[..., Any], otherwise: Callable[[], Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def guarded_run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return run(*args, **kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                has_gradients = any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves((args, kwargs)))
+                if has_gradients and metric.is_differentiable is not False:
+                    raise
+                return otherwise()
+
+        return guarded_run
+
+    vars(metric)["update"] = guarded(metric.update, lambda: None)
+    vars(metric)["compute"] = guarded(metric.compute, lambda: torch.zeros(()))
 
 
 def _gathering(world_size: int) -> Callable[..., Any]:

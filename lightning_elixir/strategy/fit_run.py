@@ -170,8 +170,6 @@ class FitRun:
         return self.warm_up.profile, self._regime()
 
     def _dry_run(self, batch: Any, batch_idx: int) -> MemoryProfile:
-        if not self._module.automatic_optimization:
-            raise PlanError("under manual optimization a batch may have several steps")
         if next(placed_modules(self._module), None) is not None:
             # Torch keeps masks of DTensors from one operator to the next: one without values would stay for good.
             raise PlanError("parallelize_module() has cut the model, whose DTensors need values")
@@ -179,7 +177,7 @@ class FitRun:
         return dry_run(
             self._module,
             tuple(self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx).values()),
-            self._loss_of,
+            self._loss_of if self._module.automatic_optimization else None,
             compute_dtype=self._planner.compute_dtype,
             has_autocast=self._planner.has_autocast,
             kept_fp32=kept_in(plan) | ignored_in_fp32(plan.ignored),

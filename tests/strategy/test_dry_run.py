@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.data import DataLoader, Dataset
-from torchmetrics import MeanMetric
+from torchmetrics import Accuracy, MeanMetric, Metric
 
 from lightning_elixir._lightning import LightningModule, Trainer, pl
 from lightning_elixir.core.device import CpuDevice
@@ -180,15 +180,247 @@ class ZeroesGradients(Net):
         return super().training_step(batch, batch_idx)
 
 
+class AsksTheTrainerForRates(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        (optimizer,), (config,) = self.trainer.optimizers, self.trainer.lr_scheduler_configs
+        assert optimizer.param_groups[0]["params"][0] is next(self.parameters())
+        self.log("lr", optimizer.param_groups[0]["lr"])
+        self.log("last lr", config.scheduler.get_last_lr()[0])
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1), "interval": "step"}]
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
-@pytest.mark.parametrize(
-    ("make", "is_foreseen"), [(StepsItsScheduler, False), (SetsItsRate, True), full(ZeroesGradients, False)]
-)
-def test_optimizers_and_schedulers_do_not_notice(make: type[Net], is_foreseen: bool, profiles: list[Any]) -> None:
+@pytest.mark.parametrize("make", [StepsItsScheduler, SetsItsRate, AsksTheTrainerForRates, full(ZeroesGradients)])
+def test_optimizers_and_schedulers_do_not_notice(make: type[Net], profiles: list[Any]) -> None:
     _, _, expected = fit("auto", make)
     _, _, actual = fit(ElixirStrategy(**LIMIT), make)
-    assert isinstance(profiles[0], MemoryProfile) == is_foreseen
+    assert isinstance(profiles[0], MemoryProfile)
     assert_same_run(actual, expected)
+
+
+class DrawsFromItsOwn(Net):
+    """Draws from generators of its own: in an attribute, and deeper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(5)
+        self.more = {"masks": [torch.Generator().manual_seed(6)]}
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        x = x + torch.randn(x.shape, generator=self.noise) + torch.empty_like(x).normal_(generator=self.noise)
+        x = x[torch.randperm(len(x), generator=self.noise)]
+        return super().loss([x * torch.bernoulli(torch.sigmoid(x), generator=self.more["masks"][0]), y])
+
+
+def test_generators_of_the_module_are_where_they_were(profiles: list[Any]) -> None:
+    _, plain, expected = fit("auto", DrawsFromItsOwn)
+    _, ours, actual = fit(ElixirStrategy(**LIMIT), DrawsFromItsOwn)
+    assert isinstance(profiles[0], MemoryProfile)
+    assert_same_run(actual, expected)
+    assert isinstance(plain, DrawsFromItsOwn)
+    assert isinstance(ours, DrawsFromItsOwn)
+    assert torch.equal(ours.noise.get_state(), plain.noise.get_state())
+    assert torch.equal(ours.more["masks"][0].get_state(), plain.more["masks"][0].get_state())
+
+
+# Metrics
+
+
+class CountsHits(Net):
+    """Its metrics look at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hits = Accuracy("multiclass", num_classes=4)
+        self.by_class = Accuracy("multiclass", num_classes=4, average="macro")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        self.log("hits", self.hits(logits, batch[1]))
+        self.by_class.update(logits.argmax(1), batch[1])
+        self.log("by class", self.by_class)
+        return super().training_step(batch, batch_idx)
+
+
+class TrainsByAMetric(Net):
+    """Its loss comes out of a metric that looks at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = SquareOfMost()
+
+    def loss(self, batch: Any) -> Tensor:
+        loss: Tensor = self.metric(self(batch[0]))
+        return loss
+
+
+class SquareOfMost(Metric):
+    is_differentiable = True
+    full_state_update = False
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor) -> None:
+        self.total = self.total + values[values > -10].square().mean()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+def test_metrics_that_need_values_are_left_out(profiles: list[Any]) -> None:
+    _, _, expected = fit("auto", CountsHits)
+    _, _, actual = fit(ElixirStrategy(**LIMIT), CountsHits)
+    assert isinstance(profiles[0], MemoryProfile)
+    assert_same_run(actual, expected)
+
+
+def test_metrics_that_losses_come_from_are_not(profiles: list[Any]) -> None:
+    _, _, expected = fit("auto", TrainsByAMetric)
+    _, _, actual = fit(ElixirStrategy(**LIMIT), TrainsByAMetric)
+    assert isinstance(profiles[0], Exception)
+    assert_same_run(actual, expected)
+
+
+# Manual optimization
+
+
+class Adversarial(Net):
+    """Two networks against each other: in each batch a forward, a backward and a step of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def _make(self) -> None:
+        torch.manual_seed(7)
+        self.maker = make_layers(3)
+        self.judge = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def loss_of_maker(self, batch: Any) -> Tensor:
+        return nn.functional.softplus(-self.judge(self.maker(batch[0]))).mean()
+
+    def loss_of_judge(self, batch: Any) -> Tensor:
+        return nn.functional.softplus(self.judge(self.maker(batch[0]).detach()) - self.judge(batch[0][:, :4])).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for optimizer, loss_of in zip(self.optimizers(), (self.loss_of_maker, self.loss_of_judge), strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = loss_of(batch)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+            self.losses.append(loss.detach().clone())
+        for scheduler in self.lr_schedulers():  # type: ignore[union-attr]
+            scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        maker = torch.optim.AdamW(self.maker.parameters(), lr=1e-2, foreach=False)
+        judge = torch.optim.SGD(self.judge.parameters(), lr=1e-2, momentum=0.9)
+        return [maker, judge], [torch.optim.lr_scheduler.StepLR(maker, 2), torch.optim.lr_scheduler.StepLR(judge, 2)]
+
+
+class StepsTogether(Adversarial):
+    """One backward for both steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss_of_maker(batch)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(self.optimizers()[0], 0.1, "value")  # type: ignore[index]
+        for optimizer in self.trainer.optimizers:
+            optimizer.step()
+        self.losses.append(loss.detach().clone())
+
+
+class StepsByClosures(Adversarial):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for optimizer, loss_of in zip(self.optimizers(), (self.loss_of_maker, self.loss_of_judge), strict=True):
+
+            def closure(optimizer: Any = optimizer, loss_of: Any = loss_of) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = loss_of(batch)
+                self.manual_backward(loss)
+                self.losses.append(loss.detach().clone())
+                return loss
+
+            with optimizer.toggle_model():
+                optimizer.step(closure=closure)
+
+
+class OneOfItsOwn(Net):
+    """One optimizer, whose gradients two batches add up to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "make", telling([Adversarial, StepsTogether, StepsByClosures, OneOfItsOwn], "StepsTogether", "OneOfItsOwn")
+)
+def test_manual_optimization_is_foreseen_and_does_not_notice(make: type[Net], profiles: list[Any]) -> None:
+    _, _, expected = fit("auto", make)
+    _, _, actual = fit(ElixirStrategy(**LIMIT), make)
+    assert isinstance(profiles[0], MemoryProfile)
+    assert_same_run(actual, expected)
+
+
+def test_of_several_backwards_the_last_one_counts_with_the_memory_of_the_largest(profiles: list[Any]) -> None:
+    fit(ElixirStrategy(**LIMIT), Adversarial)
+
+    def alone(which: str) -> MemoryProfile:
+        net = Adversarial()
+        net.maker.requires_grad_(which == "maker")
+        net.judge.requires_grad_(which == "judge")
+        return profile_memory(
+            net,
+            {"batch": next(iter(make_data()))},
+            lambda net, inp: getattr(net, f"loss_of_{which}")(inp["batch"]).backward(),
+        )
+
+    (found,), last = profiles, alone("judge")
+    assert isinstance(found, MemoryProfile)
+    assert found.flops == last.flops
+    assert [(i.fqns, i.is_pinned) for i in found.timeline if i.fqns] == [
+        (i.fqns, i.is_pinned) for i in last.timeline if i.fqns
+    ]
+    assert [d for i in found.timeline for d in i.dropped] == [d for i in last.timeline for d in i.dropped]
+    assert [name for i in found.timeline for name in i.grads] == [name for i in last.timeline for name in i.grads]
+    assert all(name.startswith("judge.") for i in found.timeline for name in i.grads)
+    assert max(i.activation_bytes for i in found.timeline) == found.activation_bytes
+    assert found.activation_bytes >= alone("maker").activation_bytes > last.activation_bytes
+
+
+class NeverBackward(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+def test_a_batch_without_backward_is_not_foreseen(profiles: list[Any]) -> None:
+    fit(ElixirStrategy(**LIMIT), NeverBackward)
+    assert "ran no backward" in str(profiles[0])
 
 
 @pytest.mark.full  # long runs
