@@ -126,7 +126,8 @@ def make_data(
     chunks = tuple(make_chunk(i) for i in range(num_chunks))
     plan = Plan(1, "bfloat16", 2**21, 3, 2, chunks, policy="auto", notes=notes, forecast=forecast)
     timeline = Timeline(times, 20 * GIB, 3.0, tuple(spans), memory)
-    data = ReportData("a model", plan, HardwareSpec.nominal(80 * GIB, 64 * GIB), timeline)
+    machine = replace(HardwareSpec.nominal(80 * GIB, 64 * GIB), name="a machine")
+    data = ReportData("a model", plan, machine, timeline)
     return replace(data, **changes)  # type: ignore[arg-type]
 
 
@@ -293,6 +294,19 @@ def test_differences_are_in_percent_of_what_was_predicted() -> None:
     assert rows["one step, median"] == ["4.00 s", "4.40 s", "+10.0%"]
     assert rows["waiting in them"] == ["500 ms", "250 ms", "-5.7% of a step"]
     assert "updates by the host's cores" not in rows
+
+
+def test_seconds_by_nominal_figures_are_in_percent_of_nothing() -> None:
+    measured = Measured(peak_gpu_bytes=19 * GIB, host_bytes=60 * GIB, step_s=(4.0, 400.0, 900.0), waiting_s=0.25)
+    page = render_report(make_data(measured=measured, hardware=HardwareSpec.nominal(80 * GIB, 64 * GIB)))
+    root = parsed(page)
+    rows = {cells[0].whole_text: [c.whole_text for c in cells[1:]] for row in root.all("tr") if (cells := row.children)}
+    assert rows["GPU memory, highest moment"] == ["20.0 GiB", "19.0 GiB", "-5.0%"]  # no figure of time is in it
+    assert rows["one step, median"] == ["4.00 s", "400 s", ""]
+    assert rows["waiting in them"] == ["500 ms", "250 ms", ""]
+    assert "predicted 4.00 s by nominal figures" in next(root.all("dl")).whole_text
+    assert "measured is +" not in page
+    assert any("Seconds are predicted by nominal figures" in node.whole_text for node in root.all("p"))
 
 
 def test_cards_tell_the_result() -> None:

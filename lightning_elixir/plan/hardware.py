@@ -16,6 +16,7 @@ from lightning_elixir.plan.units import format_bytes
 
 HARDWARE_SCHEMA = 2
 _LEAST_BESIDE = 0.1  # of its rate alone, what a stream is sure to keep
+_NOMINAL = "nominal figures, not measured"
 _AS_SEEN = ", the host's updates as seen in training"
 
 
@@ -194,7 +195,7 @@ class HardwareSpec:
         placements is all that matters: a bus of 25 GB/s, 100 Tflop/s, Adam at 1 (host), 20 (device) Gparam/s;
         launching an operator costs nothing."""
         return cls(
-            name="nominal figures, not measured",
+            name=_NOMINAL,
             gpu_bytes=gpu_bytes,
             host_bytes=host_bytes,
             h2d=BandwidthCurve.constant(25e9, 20e-6),
@@ -209,6 +210,11 @@ class HardwareSpec:
             all_gather=BandwidthCurve.constant(50e9, 50e-6),
             reduce_scatter=BandwidthCurve.constant(50e9, 50e-6),
         )
+
+    @property
+    def is_nominal(self) -> bool:
+        """Whether these are the figures of `nominal`, but for what was given by hand: predicted seconds say little."""
+        return self.name.startswith(_NOMINAL)
 
     def to_dict(self) -> dict[str, Any]:
         return {"schema": HARDWARE_SCHEMA, **asdict(self)}

@@ -82,6 +82,11 @@ class ReportData:
         return None if self.times is None else self.times.total_s
 
     @property
+    def has_nominal_times(self) -> bool:
+        """Whether what is predicted in seconds comes from round figures of no machine in particular."""
+        return self.hardware is not None and self.hardware.is_nominal
+
+    @property
     def host_update_s(self) -> float | None:
         """Predicted seconds of the host's own updates in one step."""
         return None if self.timeline is None else self.timeline.host_update_s

@@ -163,7 +163,9 @@ def _time_card(data: ReportData) -> Markup:
     if real and real.step_s:
         median_s = statistics.median(real.step_s)
         note = "" if predicted_s is None else f"predicted {format_seconds(predicted_s)}"
-        off = difference(predicted_s, median_s)
+        if note and data.has_nominal_times:
+            note += " by nominal figures"
+        off = "" if data.has_nominal_times else difference(predicted_s, median_s)
         first = "" if data.plan.forecast is None else describe_foreseen(data.plan.forecast)
         note = f"{note}, measured is {off}" if off else note
         return _card("one step, measured", format_seconds(median_s), f"{note}; {first}" if first else note)
@@ -270,6 +272,12 @@ def _dating(data: ReportData) -> str:
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
+_NOMINAL_NOTE = (
+    " Seconds are predicted by nominal figures, since this machine was not measured: they order placements, and say"
+    " little of how long a step takes. lightning-elixir bench-hardware measures it."
+)
+
+
 def _figures(data: ReportData) -> list[Markup]:
     measured, times = data.measured, data.times
     dating, sections = _dating(data), []
@@ -280,7 +288,8 @@ def _figures(data: ReportData) -> list[Markup]:
             element("div", counters_table(measured)),
             class_="tables",
         )
-        sections.append(_section("Predicted against measured", tables, note=dating))
+        note = f"{dating}{_NOMINAL_NOTE}".strip() if times is not None and data.has_nominal_times else dating
+        sections.append(_section("Predicted against measured", tables, note=note))
     if times is not None:
         note = f"Predicted seconds of one step. {dating}".rstrip()
         sections.append(_section("Where the time goes", step_table(times), note=note))

@@ -173,7 +173,7 @@ def alternatives_table(plan: Plan) -> Markup:
 
 
 def comparison_table(data: ReportData, measured: Measured) -> Markup:
-    """Predicted against measured, with the difference."""
+    """Predicted against measured, with the difference; with none between seconds by nominal figures and real ones."""
     forecast, rows, times = data.plan.forecast, list[Row](), data.times
     median_s = statistics.median(measured.step_s) if measured.step_s else None
     peak = data.timeline.peak_gpu_bytes if data.timeline else None
@@ -199,6 +199,7 @@ def comparison_table(data: ReportData, measured: Measured) -> Markup:
     ):
         if real_s is not None and (seconds or real_s):
             off = difference_in_step(seconds, real_s, median_s) if is_part else difference(seconds, real_s)
+            off = "" if data.has_nominal_times else off
             rows.append((what, "" if seconds is None else format_seconds(seconds), format_seconds(real_s), off))
     return table(("", "predicted", "measured", "measured is"), rows)
 
