@@ -190,6 +190,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="HybridAdam or CPUAdam, whose updates may be streamed to the GPU, or Adam of torch.optim; default: hybrid",
     )
     group.add_argument(
+        "--averages",
+        type=_number,
+        default=0,
+        metavar="N",
+        help="averages of the weights that callbacks keep: how many ElixirWeightAveraging the Trainer has; default: 0",
+    )
+    group.add_argument(
         "--gradient-clip-val",
         type=_clip_value,
         metavar="X",
@@ -275,6 +282,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _number(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {value}")
     return value
 
 

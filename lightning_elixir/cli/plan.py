@@ -48,7 +48,7 @@ from lightning_elixir.profiling.parameters import dtype_name, param_specs
 from lightning_elixir.report import ReportData, render_report
 from lightning_elixir.report.markup import format_count
 from lightning_elixir.strategy.precision import ElixirPrecision
-from lightning_elixir.strategy.regimes import fit_regime, guessed_regime, with_optimizer
+from lightning_elixir.strategy.regimes import fit_regime, guessed_regime, states_of_averages, with_optimizer
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,9 @@ def place(
         CapacityError: Nothing fits.
     """
     precision = ElixirPrecision(options.precision)
-    regime = with_optimizer(regime_of(options, precision), can_stream=options.optimizer == "hybrid", num_states=2)
+    regime = regime_of(options, precision)
+    num_states = 2 + states_of_averages(regime, options.averages)
+    regime = with_optimizer(regime, can_stream=options.optimizer == "hybrid", num_states=num_states)
     with _telling(options, "looking for the fastest placement"), speaking_of_options():
         meshes = meshes_of(mesh or Mesh(options.gpus * options.nodes), options.nodes, options.sharding)
         plan = best_sharding(lambda mesh: _fit_plan(subject, machine, profile, options, regime, mesh), meshes)

@@ -59,6 +59,12 @@ def guessed_regime(regime: TrainingRegime) -> TrainingRegime:
     return replace(regime, can_stream=True, needs_global_norm=False)
 
 
+def states_of_averages(regime: TrainingRegime, num_averages: int) -> int:
+    """How many states more so many averages of the weights are, which are in fp32: two of parameters in 16 bits without
+    masters."""
+    return num_averages * (1 if regime.master_weights else 2)
+
+
 def with_optimizer(
     regime: TrainingRegime,
     *,

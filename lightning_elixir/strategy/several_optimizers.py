@@ -12,7 +12,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.execution import UpdateTimes
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.regime import TrainingRegime, states_of
-from lightning_elixir.strategy.regimes import with_optimizer
+from lightning_elixir.strategy.regimes import states_of_averages, with_optimizer
 
 
 def check_disjoint(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -34,11 +34,10 @@ def check_disjoint(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 def regime_with(regime: TrainingRegime, optimizers: Sequence[ElixirOptimizer], num_averages: int = 0) -> TrainingRegime:
     """What training is like with these optimizers, as they are now: states come with their first steps. A plan says of
-    no chunk whose it is, so it streams only what all can; averages of weights are states more, in fp32: two of
-    parameters in 16 bits without masters."""
-    states_of_averages = num_averages * (1 if regime.master_weights else 2)
+    no chunk whose it is, so it streams only what all can; averages of weights are states more."""
+    more = states_of_averages(regime, num_averages)
     states, others = states_of(
-        (optimizer.state_count.and_full(states_of_averages), optimizer.parameter_names()) for optimizer in optimizers
+        (optimizer.state_count.and_full(more), optimizer.parameter_names()) for optimizer in optimizers
     )
     return with_optimizer(
         regime,

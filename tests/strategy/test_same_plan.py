@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_elixir import CPUAdam
+from lightning_elixir import CPUAdam, ElixirWeightAveraging
 from lightning_elixir._lightning import LightningModule
 from lightning_elixir.cli.options import make_parser
 from lightning_elixir.cli.plan import find
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, save_hardware
 from lightning_elixir.plan.types import Plan
-from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy import ElixirStrategy, shared_plans
 from lightning_elixir.strategy.shared_plans import Planner
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import telling
@@ -70,11 +70,16 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "fp32": ({"precision": "32-true"}, ["--precision", "32-true"]),
     "cpu": ({"placement_policy": "auto", "chunk_size": "256KiB"}, ["--chunk-size", "256KiB"]),
     "ignored": ({"ignored": ["embed"]}, ["--ignored", "embed"]),
+    "averages": ({"averages": 1}, ["--averages", "1"]),
+    "averages without masters": (
+        {"averages": 1, "precision": "bf16-true", "optimizer": "torch"},
+        ["--averages", "1", "--precision", "bf16-true", "--optimizer", "torch"],
+    ),
 }
 
 
 @pytest.mark.parametrize("host", telling(["24MiB", "64MiB"], "64MiB"))
-@pytest.mark.parametrize("case", telling(list(CASES), "accumulate", "torch"))
+@pytest.mark.parametrize("case", telling(list(CASES), "accumulate", "torch", "averages"))
 def test_the_fit_comes_to_the_plan_of_the_command(
     case: str, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,11 +102,31 @@ def test_the_fit_comes_to_the_plan_of_the_command(
         **{name: options.pop(name) for name in names if name in options},
     )
     model = Net(options.pop("optimizer", "hybrid"))
+    options["callbacks"] = [ElixirWeightAveraging(decay=0.9) for _ in range(options.pop("averages", 0))]
     trainer = make_trainer(strategy, max_steps=1, **{"precision": "bf16-mixed", **options})
     trainer.fit(model, torch.utils.data.DataLoader([batch()[i] for i in range(BATCH)] * 4, batch_size=BATCH))
     assert strategy.plan.fingerprint() == planned.fingerprint()
     assert not planned.is_all_resident
     assert any(c.has_spare_states for c in planned.chunks) == (case == "clip")
+
+
+def test_a_fit_without_a_limit_keeps_back_of_the_host_what_the_command_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Planner, "_counts_activations", property(lambda planner: True))
+    machine, model = tmp_path / "machine.json", Net()
+    save_hardware(replace(HardwareSpec.nominal(), device_bytes_per_s=1e11), machine)
+    # Beside the model, whose memory counts as free.
+    available = 64 * 2**20 - sum(p.nbytes for p in model.parameters())
+    monkeypatch.setattr(shared_plans, "available_host_bytes", lambda: available)
+    planned = _planned(machine, {"--gpu-memory": "114MiB", "--cpu-memory": "64MiB"}, [])
+    strategy = ElixirStrategy(gpu_memory_limit="114MiB", hardware=machine)
+    trainer = make_trainer(strategy, max_steps=1, precision="bf16-mixed")
+    trainer.fit(model, torch.utils.data.DataLoader([batch()[i] for i in range(BATCH)] * 4, batch_size=BATCH))
+    assert strategy.plan.fingerprint() == planned.fingerprint()
+    assert strategy.plan.forecast is not None
+    assert planned.forecast is not None
+    assert strategy.plan.forecast.host_limit_bytes == planned.forecast.host_limit_bytes == 48 * 2**20
 
 
 def _plan_of_rank(machine: Path) -> str:
