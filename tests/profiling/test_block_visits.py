@@ -161,3 +161,26 @@ def test_transformers_own_checkpointing_is_off_for_blocks() -> None:
     model = build(True)
     profile_memory(model, tokens, step, blocks=[b.name for b in blocks_of(model, ActivationRequest.of("auto"))])
     assert model.transformer.h[0].gradient_checkpointing
+
+
+def test_of_two_backwards_the_last_one_has_the_visits_of_one_alone() -> None:
+    def twice(model: nn.Module, inp: Mapping[str, Any]) -> None:
+        _step(model, inp)
+        model.zero_grad()
+        _step(model, inp)
+
+    model, x, names = Net(2), torch.zeros(2, 64, 256), ["blocks.0", "blocks.1"]
+    alone = _profile(model, x, blocks=names)
+    assert alone.of_last_iteration() is alone
+    last = profile_memory(model, {"x": x}, twice, blocks=names).of_last_iteration()
+    assert last.flops == alone.flops
+    assert [i.fqns for i in last.timeline if i.fqns] == [i.fqns for i in alone.timeline if i.fqns]
+    for ours, expected in zip(last.visits, alone.visits, strict=True):
+        assert (ours.name, ours.inner_bytes) == (expected.name, expected.inner_bytes)
+        for now, then in ((ours.forward, expected.forward), (ours.backward, expected.backward)):
+            accesses = [i.fqns for i in last.timeline[slice(*now)] if i.fqns]
+            assert accesses == [i.fqns for i in alone.timeline[slice(*then)] if i.fqns]
+            assert accesses
+        assert last.timeline[ours.last_save.interval].fqns == alone.timeline[expected.last_save.interval].fqns
+    recomputing = [ModelBlock(name, Fate.RECOMPUTE) for name in names]
+    assert with_fates(last, recomputing).flops == with_fates(alone, recomputing).flops
