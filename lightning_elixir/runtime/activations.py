@@ -146,7 +146,9 @@ class Activations:
         if fate.is_recomputed:
             self._engine.moved.recomputed_blocks += 1
             run = partial(_recomputed, module, call, args, kwargs)
-        return self.offloader.run(run) if fate.is_offloaded else run()
+        if fate.is_offloaded:
+            run = partial(self.offloader.run, run)
+        return run() if fate is Fate.KEEP else self._engine.forwards.run_block(run)
 
     def _is_left_to_the_user(self) -> bool:
         """Whether the user's own hooks or checkpoint around a block are all that a plan gives way to now."""

@@ -22,7 +22,7 @@ hooks, which the compiler leaves out: a graph ends there, and another begins.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -148,6 +148,43 @@ class Forwards:
             self._begin_region()
             return True
 
+    def run_block(self, call: Callable[[], Any]) -> Any:
+        """Run a block whose call has contexts around its module hooks, such as hooks for saved tensors. Where the user
+        calls it by itself, it is a region, which begins before these contexts and ends after them: begun by the module
+        hook inside of them, it would take its own hooks to be innermost.
+
+        Args:
+            call: Enters the contexts, runs the block, and leaves them.
+        """
+        if self._turn.is_mine() and self._is_inside() and not self._phases.is_interrupted:
+            return call()
+        is_outermost = False
+
+        def begin() -> bool:
+            nonlocal is_outermost
+            is_outermost = self._enter_block()
+            return is_outermost
+
+        with Span(begin, self._end_region, self.abort, self._engine.tell_of):
+            output = call()
+        if is_outermost:
+            self.watch_outputs(output)
+        return output
+
+    def _enter_block(self) -> bool:
+        with self.its_turn():
+            self._engine.leave_interrupted()
+            self._engine.leave_stale_backward()
+            if self._is_inside():
+                self._phases.check_open()
+                return False
+            self._begin_region()
+            return True
+
+    def _is_inside(self) -> bool:
+        """Whether something that begins now belongs to what has begun already."""
+        return self._phases.current is not Phase.IDLE or bool(self._frames)
+
     def its_turn(self) -> Held:
         """For a forward, not taken yet."""
         return self._turn.phase("a forward", is_of_trainer=False, may_be_of_trainer=torch.is_grad_enabled())
@@ -270,7 +307,7 @@ class Forwards:
             self._enter_module(module)
 
     def _enter_module(self, module: nn.Module) -> None:
-        if self._phases.current is Phase.IDLE and not self._frames:
+        if not self._is_inside():
             self._error_at_entry = sys.exc_info()[1]
             self._begin_region()
             self._is_implicit = True

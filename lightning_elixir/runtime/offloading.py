@@ -252,15 +252,12 @@ class Offloader:
     # Forward
 
     def begin_forward(self, staying: Collection[int]) -> None:
-        """A forward begins: what earlier ones have sent comes back after what this one sends.
+        """A forward begins, of the model or of a block alone.
 
         Args:
             staying: Addresses of storages that stay on the device anyway.
         """
         self._staying = staying
-        if self._last is not None:
-            self._settle(self._last)
-        self._last = None
         self._known = {key: entries for key, entries in self._known.items() if entries}
 
     def run(self, call: Callable[[], Any]) -> Any:
@@ -370,6 +367,9 @@ class Offloader:
         for visit in list(self._asked):
             visit.is_asked = False
         self._asked.clear()
+        if self._last is not None:
+            self._settle(self._last)
+        self._last = None
 
     def held_bytes(self) -> dict[str, int]:
         """Host memory of all buffers, by kind as in `Engine.held_bytes`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -431,6 +432,110 @@ def test_a_forward_that_raises_leaves_nothing_behind() -> None:
         pair.check()
 
 
+def _one_by_one(model: Any, x: Tensor) -> Tensor:
+    """The parts of a model, called by the user."""
+    parts = model.module if isinstance(model, ElixirModule) else model
+    x = parts.inp(x)
+    for block in parts.blocks:
+        x = block(x)
+    result: Tensor = parts.out(x)
+    return result
+
+
+@crossed(fate=FATES, placement=PLACEMENTS)
+def test_blocks_that_are_called_one_by_one(fate: str, placement: str, device: torch.device) -> None:
+    """Each is a forward of its own. What is sent still comes back ahead of need."""
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.eval()
+            _one_by_one(model, x)
+            model.train()
+        return _one_by_one(model, x)
+
+    torch.manual_seed(0)
+    model = Stack()
+    pair = Pair(model, planned(model, fate, **PLACEMENTS[placement]), device)
+    for seed in range(3):
+        pair.step(seed, run=run)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    pair.check()
+    stats = pair.module.stats()
+    assert (stats.recomputed_blocks, stats.activations_out_bytes) != (0, 0) or fate == "keep"
+    assert stats.activations_in_bytes == pytest.approx(4 / 5 * stats.activations_out_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("fate", FATES)
+def test_a_block_alone_and_a_backward_that_nobody_is_told_of(fate: str) -> None:
+    torch.manual_seed(0)
+    model = Stack(depth=2)
+    plain = copy.deepcopy(model)
+    module = ElixirModule(model, planned(model, fate))
+    x = torch.randn(ROWS, WIDTH)
+    for one in (plain, model):
+        torch.manual_seed(1)
+        one.blocks[0](x).square().mean().backward()
+    found = module.full_grads()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert {name for name, grad in found.items() if grad.any()} == set(expected)
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+    module.close()
+
+
+class _Fails(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: BaseException | None = None
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        y = super().forward(x)
+        if self.error is not None:
+            raise self.error
+        return y
+
+
+@pytest.mark.parametrize("fate", FATES[1:])
+@pytest.mark.parametrize("error", [ValueError("here"), KeyboardInterrupt("here")], ids=["error", "interrupt"])
+def test_a_block_alone_that_raises_leaves_nothing_behind(fate: str, error: BaseException) -> None:
+    torch.manual_seed(0)
+    model = Stack(_Fails, depth=3)
+    pair = Pair(model, planned(model, fate))
+    pair.step(0, run=_one_by_one)
+    model.blocks[1].error = error  # type: ignore[assignment]
+    x = model.blocks[0](torch.randn(ROWS, WIDTH))
+    with pytest.raises(type(error), match="here"):
+        model.blocks[1](x)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    model.blocks[1].error = None  # type: ignore[assignment]
+    pair.step(1, run=_one_by_one)
+    pair.step(2)
+    pair.check()
+
+
+@pytest.mark.parametrize("fate", FATES)
+def test_another_thread_calls_a_block(fate: str) -> None:
+    """While the one that trains is between forward and backward."""
+    torch.manual_seed(0)
+    model = Stack(depth=3)
+    pair = Pair(model, planned(model, fate))
+    x = torch.randn(ROWS, WIDTH)
+    outputs: list[Tensor] = []
+    for seed in range(2):
+
+        def run(one: Any, batch: Tensor) -> Tensor:
+            output = _one_by_one(one, batch)
+            parts = one.module if isinstance(one, ElixirModule) else one
+            thread = threading.Thread(target=lambda: outputs.append(parts.blocks[1](x).detach()))
+            thread.start()
+            thread.join()
+            return output
+
+        pair.step(seed, run=run)
+        plain, ours = outputs[-2:]
+        assert torch.equal(plain, ours)
+    pair.check()
+
+
 def test_a_plan_can_change_what_becomes_of_activations() -> None:
     torch.manual_seed(0)
     model = Stack()
@@ -571,14 +676,15 @@ def test_blocks_are_found_and_named() -> None:
     ]
 
 
-def _on_ranks(fate: str) -> dict[str, Tensor]:
+def _on_ranks(fate: str, is_one_by_one: bool = False) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Stack()
     module = ElixirModule(model, planned(model, fate, world_size=2))
     optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.05))
     for seed in range(2):
         torch.manual_seed(seed)
-        optimizer.backward(module(torch.randn(ROWS, 16)).square().mean())
+        x = torch.randn(ROWS, 16)
+        optimizer.backward((_one_by_one(module, x) if is_one_by_one else module(x)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
     stats = module.stats()
@@ -591,3 +697,9 @@ def test_two_ranks() -> None:
     results = {fate: run_ranks(_on_ranks, 2, fate)[0] for fate in ("keep", "recompute", "offload")}
     for fate in ("recompute", "offload"):
         assert all(torch.equal(results[fate][name], value) for name, value in results["keep"].items()), fate
+
+
+@pytest.mark.parametrize("fate", FATES[1:])
+def test_blocks_that_two_ranks_call_one_by_one(fate: str) -> None:
+    kept, found = run_ranks(_on_ranks, 2, "keep")[0], run_ranks(_on_ranks, 2, fate, True)[0]
+    assert all(torch.equal(found[name], value) for name, value in kept.items())

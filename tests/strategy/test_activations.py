@@ -63,6 +63,37 @@ def test_a_run_is_that_of_the_plain_trainer(activations: str, accumulated: int) 
     assert "cpu_activations" not in stats.held_bytes  # given back when the run is over
 
 
+class CalledByHand(WideBatches):
+    """Optimizes by hand. Its layers, which it calls itself, are the first modules of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, y = batch
+        for scale in (1, 0.5):
+            loss = super().training_step([x * scale, y], batch_idx)
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+@crossed(told=["offload"], activations=[fate.value for fate in Fate])
+def test_layers_that_a_model_calls_itself_under_manual_optimization(activations: str) -> None:
+    _, _, expected = fit("auto", CalledByHand)
+    trainer, _, actual = fit(ElixirStrategy(**TIGHT, activations=activations), CalledByHand)
+    assert_same_run(actual, expected)
+    stats = trainer.strategy.stats()
+    assert stats.evictions > 0
+    assert (stats.activations_in_bytes > 0) == Fate(activations).is_offloaded
+
+
 def test_blocks_are_named_from_the_lightning_module() -> None:
     asked: Any = {"layers.[01]": "recompute", "layers.3": "offload"}
     trainer, _, _ = fit(ElixirStrategy(**TIGHT, activations=asked), WideBatches)
