@@ -275,13 +275,26 @@ def change_limits(
         plan = run_together(comm, find if comm.rank == 0 else lambda: None)
         found.append((budget, comm.exchange_objects(plan)[0]))
     for model, (budget, plan) in zip(models, found, strict=True):
-        _move(model.engine, budget, plan, _room_beside(plan, budget, model.regime) if keep_host_memory else 0)
+        kept_bytes = _room_beside(plan, budget, model.regime) if keep_host_memory else 0
+        _move(model.engine, budget, model.regime, plan, kept_bytes)
         model.keep(limits, budget)
     return limits
 
 
-def _move(engine: Engine, budget: Budget, plan: Plan, most_kept_bytes: int) -> None:
+def keep_within(engine: Engine, budget: Budget, regime: TrainingRegime) -> None:
+    """Have what an engine takes beside its plan keep within a budget, of the device and of the host.
+
+    Args:
+        engine: Its replicas give way to activations, and these go to the host as far as there is room.
+        budget: Of one rank.
+        regime: What training is like.
+    """
     engine.set_memory_limit(budget.gpu_bytes)
+    engine.activations.limit_host(budget, regime)
+
+
+def _move(engine: Engine, budget: Budget, regime: TrainingRegime, plan: Plan, most_kept_bytes: int) -> None:
+    keep_within(engine, budget, regime)
     if plan.fingerprint() == engine.plan.fingerprint():
         engine.take_forecast(plan)
         engine.give_back()

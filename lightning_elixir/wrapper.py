@@ -19,9 +19,10 @@ from lightning_elixir.core.module_hooks import without_hooks
 from lightning_elixir.core.option_names import checks_option_names
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.fused import FusedChoice, fuse
-from lightning_elixir.memory_limits import LimitedModule, change_limits
+from lightning_elixir.memory_limits import LimitedModule, MemoryLimits, change_limits
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.patterns.apply import pattern_forwards
+from lightning_elixir.plan.activations import has_offloaded
 from lightning_elixir.plan.ignored import ignored_in_fp32, with_ignored
 from lightning_elixir.plan.kept_dtypes import kept_in, with_kept
 from lightning_elixir.plan.types import Plan
@@ -130,6 +131,7 @@ class ElixirModule(nn.Module):
         """What else moves this module from plan to plan, so that limits are not to be set here."""
         folder = None if nvme_offload_dir is None else str(disk.existing_folder())
         self._limited = LimitedModule(self.engine, model, plan, folder)
+        self._limit_activations(plan)
         self.needs_loss_scale = self.dtype is torch.float16 and master_weights
         self._device_type = runtime_device.torch_device.type
         self._has_autocast = autocast and is_half
@@ -144,6 +146,11 @@ class ElixirModule(nn.Module):
     @property
     def plan(self) -> Plan:
         return self.engine.plan
+
+    def _limit_activations(self, plan: Plan) -> None:
+        """Have what goes to host memory leave to others what they need, unless limits are set already. Collective."""
+        if has_offloaded(plan.activations) and not self.engine.activations.has_host_limit:
+            self.engine.activations.limit_host(self._limited.budget(MemoryLimits()), self._limited.regime)
 
     @property
     def is_closed(self) -> bool:
@@ -320,6 +327,7 @@ class ElixirModule(nn.Module):
         if not plan.activations:
             now = self.plan
             plan = replace(plan, activations=now.activations, activation_host_bytes=now.activation_host_bytes)
+        self._limit_activations(plan)
         self.engine.replan(with_kept(plan, kept_in(self.plan), is_exact=True))
 
     def set_memory_limit(

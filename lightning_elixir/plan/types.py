@@ -278,7 +278,8 @@ class Plan:
     activations: tuple[ModelBlock, ...] = ()
     """What becomes of what autograd saves in these blocks. Elsewhere, the model does as it does by itself."""
     activation_host_bytes: int | None = 0
-    """Host memory that activations may take; what finds no room there stays on the device. None: what the host has."""
+    """Host memory that activations may take; what finds no room there stays on the device. None: not
+    foreseen, so what the host comfortably has beside the plan."""
     policy: str = "cpu"
     """Which placement policy made the plan."""
     tensor_parallel_size: int = 1

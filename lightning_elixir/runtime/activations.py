@@ -30,6 +30,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_elixir.core.checkpointing import switch_off, switch_on
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.activations import Fate, ModelBlock, has_offloaded
+from lightning_elixir.plan.memory import Budget, memory_use
+from lightning_elixir.plan.regime import TrainingRegime
+from lightning_elixir.plan.simulator.timeline import scheme_of
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.hooks import Around, SavedTensors
 from lightning_elixir.runtime.offloading import Offloader
@@ -57,7 +60,8 @@ class Activations:
         self._saved = saved
         self._blocks: tuple[ModelBlock, ...] = ()
         self._switched_off: list[nn.Module] = []
-        self.offloader = Offloader(engine.device, engine.host_memory, saved, engine.moved)
+        self.offloader = Offloader(engine.device, engine.host_memory, saved, engine.moved, engine.host_bytes)
+        self._host: tuple[Budget, TrainingRegime] | None = None
         self._is_offloading = False
         self._has_told = False
         self._unchunked: list[nn.Parameter] = []
@@ -83,11 +87,39 @@ class Activations:
         self._blocks = plan.activations
         self._is_offloading = has_offloaded(plan.activations)
         self._unchunked = [p for p in self._engine.module.parameters() if self._engine.home_of(p) is None]
-        pool = self.offloader.pool
-        pool.limit_bytes = plan.activation_host_bytes if self._is_offloading else 0
+        self._limit_pool(plan)
+        return [(modules[b.name], partial(self._run, b.fate, modules[b.name])) for b in plan.activations]
+
+    @property
+    def has_host_limit(self) -> bool:
+        """Whether anything but the plan, and what the host has, limits what activations take there."""
+        return self._host is not None
+
+    def limit_host(self, budget: Budget, regime: TrainingRegime) -> None:
+        """Have activations keep within a budget of host memory, beside all else that the plan has there; those of later
+        plans, too. What a plan has foreseen for them may take all of the budget; what none has foreseen, what can be
+        done without: `Budget.most_with_spares`.
+
+        Args:
+            budget: Of this rank.
+            regime: What training is like, for what optimizers will take.
+        """
+        self._host = budget, regime
+        self._limit_pool(self._engine.plan)
+
+    def _limit_pool(self, plan: Plan) -> None:
+        pool, foreseen = self.offloader.pool, plan.activation_host_bytes
+        pool.limit_bytes, pool.rank_limit_bytes = foreseen if self._is_offloading else 0, None
+        if self._is_offloading and self._host is not None:
+            budget, regime = self._host
+            most = budget.most_with_spares if foreseen is None else budget.cpu_bytes
+            if most is not None:
+                use = memory_use(plan.chunks, plan.rcache_blocks, scheme_of(plan, regime))
+                room = max(0, most - (use.host_bytes - use.host_activation_bytes))
+                pool.limit_bytes = room if foreseen is None else min(room, foreseen)
+                pool.rank_limit_bytes = most
         if pool.limit_bytes is not None and pool.held_bytes > pool.limit_bytes:
             pool.drop_free()
-        return [(modules[b.name], partial(self._run, b.fate, modules[b.name])) for b in plan.activations]
 
     def begin_forward(self) -> None:
         """A forward of the model begins."""

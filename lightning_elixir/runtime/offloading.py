@@ -8,8 +8,8 @@ there still when backward begins is used as it is. In backward, the first tensor
 block's brought, and those of the block before it ahead of need.
 
 Left where they are: parameters and buffers, which stay anyway; small storages (`LEAST_OFFLOADED_BYTES`); subclasses of
-tensors, and what is not dense or not on the device; and what finds no room in the host memory that the plan gives:
-where a batch is larger than expected, the rest stays on the device.
+tensors, and what is not dense or not on the device; and what finds no room in the host memory that the plan gives, or
+that, where the plan foresees nothing, all else leaves of this rank's part.
 
 In-place writes to a saved tensor are an error in plain PyTorch, when backward reads it. Here they are while the device
 has the storage; afterwards they cannot do harm, as backward gets the earlier values.
@@ -54,12 +54,16 @@ class HostPool:
 
     Args:
         memory: Gives host memory.
+        rank_bytes: What this rank has in host memory now, these buffers included.
     """
 
-    def __init__(self, memory: HostMemory) -> None:
+    def __init__(self, memory: HostMemory, rank_bytes: Callable[[], int]) -> None:
         self._memory = memory
+        self._rank_bytes = rank_bytes
         self.limit_bytes: int | None = 0
         """What all buffers may take together; None: what the host has."""
+        self.rank_limit_bytes: int | None = None
+        """What they may take together with all else that this rank has in host memory; None: as much."""
         self.held_bytes = 0
         self._free: list[_Buffer] = []
         self._returned: deque[_Buffer] = deque()  # by whatever thread lets go of a graph
@@ -83,6 +87,10 @@ class HostPool:
     def _lacks(self, nbytes: int) -> bool:
         if self.limit_bytes is not None and self.held_bytes + nbytes > self.limit_bytes:
             return True
+        if self.rank_limit_bytes is not None and self._rank_bytes() + nbytes > self.rank_limit_bytes:
+            self._memory.let_go()  # of what waits to be used again
+            if self._rank_bytes() + nbytes > self.rank_limit_bytes:
+                return True
         return available_host_bytes() < nbytes + _LEAST_FREE_BYTES
 
     def give(self, buffer: _Buffer) -> None:
@@ -235,13 +243,21 @@ class Offloader:
         memory: Of the host.
         saved: Packs what lies in managed storage, and what stays where it is.
         moved: Counts.
+        rank_bytes: What this rank has in host memory now.
     """
 
-    def __init__(self, device: Device, memory: HostMemory, saved: SavedTensors, moved: TransferBytes) -> None:
+    def __init__(
+        self,
+        device: Device,
+        memory: HostMemory,
+        saved: SavedTensors,
+        moved: TransferBytes,
+        rank_bytes: Callable[[], int],
+    ) -> None:
         self._device = device
         self._saved = saved
         self._moved = moved
-        self.pool = HostPool(memory)
+        self.pool = HostPool(memory, rank_bytes)
         self._out, self._in = device.new_lane(), device.new_lane()
         self._known: dict[int, weakref.WeakSet[_Entry]] = {}  # by address
         self._brought: weakref.WeakSet[_Entry] = weakref.WeakSet()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.memory_limits import keep_within
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.memory import fair_part
 from lightning_elixir.plan.profile import MemoryProfile
@@ -72,7 +73,7 @@ class FabricRun:
         self.is_awaiting_backward = False
         """Whether a forward with gradients has come since the last step."""
         engine = handle.engine
-        engine.engine.set_memory_limit(handle.budget.gpu_bytes)
+        keep_within(engine.engine, handle.budget, self._regime())
         engine.memory_planner = "Fabric's strategy"
         self._hook = engine.register_forward_pre_hook(self._before_forward)
 
@@ -116,7 +117,7 @@ class FabricRun:
         handle, planner = self.handle, self._planner
         budget = planner.budget(handle.engine.engine.host_bytes(), limits=handle.limits)
         handle.budget = replace(budget, nvme_bytes=min(budget.nvme_bytes, handle.budget.nvme_bytes))
-        handle.engine.engine.set_memory_limit(handle.budget.gpu_bytes)
+        keep_within(handle.engine.engine, handle.budget, self._regime())
         if planner.config.plan is not None:
             return
         plan = planner.guessed_plan(handle.skeleton, handle.engine.plan, handle.budget)

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_elixir._lightning import GradientAccumulationScheduler, LightningModule, Trainer
 from lightning_elixir.core.waits import SETUP
 from lightning_elixir.errors import PlanError
+from lightning_elixir.memory_limits import keep_within
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.patterns.placed import placed_modules
 from lightning_elixir.plan.ignored import ignored_in_fp32
@@ -88,7 +89,7 @@ class FitRun:
         self._regime = partial(regime_with, planner.regime, optimizers, count_averages(trainer))
         self._report = None if planner.config.report_dir is None else RunReport(planner.config.report_dir)
         engine = handle.engine.engine
-        engine.set_memory_limit(handle.budget.gpu_bytes)
+        keep_within(engine, handle.budget, self._regime())
         engine.reducer.landing.expect_accumulation(module.automatic_optimization and _most_backwards(trainer) > 1)
         self._optimizers = tuple(optimizers)
         self.warm_up = WarmUp(handle, planner, self._regime, partial(last_times, self._optimizers))

@@ -31,6 +31,7 @@ from dataclasses import replace
 from lightning_elixir.core.compiled_modules import num_compiled_graphs
 from lightning_elixir.core.garbage import no_collections
 from lightning_elixir.errors import StateError
+from lightning_elixir.memory_limits import keep_within
 from lightning_elixir.optim.execution import UpdateTimes
 from lightning_elixir.plan.profile import MemoryProfile, StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
@@ -318,7 +319,7 @@ class WarmUp:
         handle, planner, engine = self._handle, self._planner, self._engine
         # Less what has come since: libraries, the user's data and its loaders.
         handle.budget = planner.budget(engine.host_bytes(), earlier=handle.budget, limits=handle.limits)
-        engine.set_memory_limit(handle.budget.gpu_bytes)
+        keep_within(engine, handle.budget, self._regime())
         profile = self._foreseen(dry_run)
         if profile is None:
             if planner.chooses_activations and engine.plan.activations:

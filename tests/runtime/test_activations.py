@@ -267,6 +267,51 @@ def test_host_memory_that_is_short_leaves_the_rest_on_the_device() -> None:
     assert pair.module.stats().activations_left_bytes > 0
 
 
+def test_a_limit_of_the_host_counts_for_what_no_plan_foresees() -> None:
+    """A rank's part of the host's memory, less what chunks and states take there."""
+    torch.manual_seed(0)
+    model = Stack()
+    plan = planned(model, "offload")
+    assert plan.activation_host_bytes is None
+    pair = Pair(model, plan)
+    for seed in range(2):
+        pair.step(seed)
+    assert pair.module.stats().activations_left_bytes == 0
+    for seed, limit in enumerate((6 << 20, None), 2):
+        pair.module.set_memory_limit(cpu=limit)
+        pair.module.reset_stats()
+        pair.step(seed, 2 * ROWS)
+        stats = pair.module.stats()
+        assert stats.activations_out_bytes > 0
+        assert (stats.activations_left_bytes > 0) == (limit is not None)
+        held = sum(nbytes for kind, nbytes in stats.held_bytes.items() if kind.startswith("cpu_"))
+        assert 0 < stats.held_bytes["cpu_activations"] < held
+        assert limit is None or held <= limit
+    pair.check()
+
+
+def test_what_the_engine_holds_beside_its_plan_counts_against_a_limit() -> None:
+    model = Stack()
+    pair = Pair(model, planned(model, "offload"))
+    engine, limit = pair.module.engine, 8 << 20
+    pair.module.set_memory_limit(cpu=limit)
+    beside = 3 << 20
+
+    class Holder:
+        def held_bytes(self) -> dict[str, int]:
+            return {"cpu_beside": beside}
+
+    holder = Holder()
+    pair.step(0)
+    taken = engine.host_bytes()
+    engine.activations.rest()
+    engine.on_held_bytes(holder.held_bytes)
+    pair.step(1)
+    assert limit - beside < taken
+    assert taken < engine.host_bytes() <= limit
+    assert pair.module.stats().activations_left_bytes > 0
+
+
 def test_copies_of_parametrized_blocks_are_copies_alone() -> None:
     """torch's parametrized modules copy all their attributes."""
     model = nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)) for _ in range(2)))

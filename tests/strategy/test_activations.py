@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from lightning_elixir._lightning import Trainer, pl
@@ -18,11 +19,12 @@ from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.warm_up import WarmUp
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import crossed
+from tests.helpers.tiers import crossed, full
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
     Net,
+    Run,
     UnforeseenNet,
     assert_same_run,
     fit,
@@ -122,6 +124,46 @@ def test_a_given_plan_gets_what_is_asked_for(tmp_path: Path) -> None:
     assert fates_of(trainer) == ["offload"] * 4
     trainer, _, _ = fit(ElixirStrategy(plan=plan, activations={"layers.1": "recompute"}), WideBatches)
     assert fates_of(trainer) == ["recompute"]
+
+
+class _HostBytes(pl.Callback):
+    """The most that all ranks of this host have had there after a step."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        held = trainer.strategy.stats().held_bytes
+        own = sum(nbytes for kind, nbytes in held.items() if kind.startswith("cpu_"))
+        of_all = trainer.strategy.reduce(torch.tensor(float(own)), reduce_op="sum")
+        self.most = max(self.most, int(of_all))
+
+
+def _within(limit: int | None, num_ranks: int) -> tuple[Run, int, int, int]:
+    """Of a run: what it leaves, the host memory of all ranks, and what went there, or found no room."""
+    watch = _HostBytes()
+    strategy = ElixirStrategy(**TIGHT, activations="offload", cpu_memory_limit=limit)
+    options: dict[str, Any] = {"devices": num_ranks, "train": lambda: make_data(16), "callbacks": lambda: [watch]}
+    trainer, _, run = fit(strategy, WideBatches, **options)
+    stats = trainer.strategy.stats()
+    return run, watch.most, stats.activations_out_bytes, stats.activations_left_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [1, full(2)])
+def test_what_goes_to_the_host_keeps_within_its_limit(num_ranks: int) -> None:
+    """The policy "cpu" foresees no activations; the limit is of the host, with all its ranks."""
+    limit = 4 * 2**20
+
+    def run(limit: int | None) -> list[Any]:
+        if num_ranks == 1:
+            return [_within(limit, 1)]
+        return run_ranks(_within, num_ranks, limit, num_ranks, init_group=False)
+
+    for (actual, most, out, left), (expected, most_wanted, _, none_left) in zip(run(limit), run(None), strict=True):
+        assert_same_run(actual, expected)
+        assert most <= limit < most_wanted
+        assert out > 0
+        assert left > 0 == none_left
 
 
 # A CPU that has as much memory as a GPU would have: what is foreseen of activations counts
