@@ -39,6 +39,11 @@ def switch_on(modules: Iterable[nn.Module]) -> None:
         setattr(module, _SWITCH, True)
 
 
+def is_switched_on(root: nn.Module) -> bool:
+    """Whether any part of a model recomputes its layers by that switch."""
+    return any(getattr(module, _SWITCH, False) is True for module in root.modules())
+
+
 def keeps_what_it_recomputes(module: nn.Module) -> bool:
     """Whether the module's forward runs once more in backward, which keeps all that autograd saves there, parameters
     too, until it has used it: `torch.utils.checkpoint` with `use_reentrant=False` around a layer of transformers."""

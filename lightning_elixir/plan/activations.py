@@ -130,6 +130,22 @@ def has_offloaded(blocks: Iterable[ModelBlock]) -> bool:
     return any(block.fate.is_offloaded for block in blocks)
 
 
+def less_activations(blocks: Iterable[ModelBlock], *, recomputes_by_itself: bool = False) -> str:
+    """The next choice that has a step take less of the device, for errors; empty where nothing is left to choose.
+
+    Args:
+        blocks: What becomes of them now; none: the model does as it does by itself.
+        recomputes_by_itself: Whether that is known to recompute its layers.
+    """
+    fates = {block.fate for block in blocks}
+    if fates == {Fate.RECOMPUTE_OFFLOADED}:
+        return ""
+    if recomputes_by_itself if not fates else Fate.KEEP not in fates:
+        return "recompute blocks from inputs in host memory (activations='recompute_offloaded')"
+    unless = "" if fates else " unless the model does so already"
+    return f"recompute activations (activations='recompute'){unless}"
+
+
 _WORDS = {
     Fate.KEEP: "kept on the GPU",
     Fate.RECOMPUTE: "recomputed in backward",

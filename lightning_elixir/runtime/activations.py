@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from lightning_elixir.core.checkpointing import switch_off, switch_on
+from lightning_elixir.core.checkpointing import is_switched_on, switch_off, switch_on
 from lightning_elixir.errors import PlanError
-from lightning_elixir.plan.activations import Fate, ModelBlock, has_offloaded
+from lightning_elixir.plan.activations import Fate, ModelBlock, has_offloaded, less_activations
 from lightning_elixir.plan.memory import Budget, memory_use
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.timeline import scheme_of
@@ -120,6 +120,12 @@ class Activations:
                 pool.rank_limit_bytes = most
         if pool.limit_bytes is not None and pool.held_bytes > pool.limit_bytes:
             pool.drop_free()
+
+    def cure(self) -> str:
+        """What would have a step take less of the device than it does under the plan in force: words for an error;
+        empty if there is nothing of that kind."""
+        recomputes = is_switched_on(self._engine.module)
+        return less_activations(self._engine.plan.activations, recomputes_by_itself=recomputes)
 
     def begin_forward(self) -> None:
         """A forward of the model begins."""

@@ -103,13 +103,13 @@ class PatternWire:
         for axis in self._num_met:
             self._num_met[axis] += _RERUN
 
-    @staticmethod
-    def _divergence(axis: str, common: list[list[int]], ranks: Sequence[int]) -> DivergenceError:
+    def _divergence(self, axis: str, common: list[list[int]], ranks: Sequence[int]) -> DivergenceError:
         if len({one[0] // _RERUN for one in common}) > 1:
+            less = self._engine.activations.cure()
             return DivergenceError(
                 f"a rank ran its batch again, since its memory had run out, while others waited for it in an exchange"
-                f" along {axis!r}: that cannot be put together. Leave more memory to activations (gpu_memory_limit, a"
-                " smaller batch, activation checkpointing)"
+                f" along {axis!r}: that cannot be put together. Leave more memory to activations: lower"
+                f" gpu_memory_limit, or take a smaller batch{less and f', or {less}'}"
             )
         told = ", ".join(f"rank {rank}: {one}" for rank, one in zip(ranks, common, strict=True))
         return DivergenceError(

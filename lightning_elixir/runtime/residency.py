@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 import torch
 
 from lightning_elixir.errors import CapacityError
+from lightning_elixir.plan.activations import less_activations
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.plan.units import format_bytes
@@ -46,6 +47,8 @@ class Residency:
         relieve: Callable[[Collection[int]], bool],
     ) -> None:
         self._block_bytes = plan.block_bytes
+        less = less_activations(plan.activations)
+        self._cure = less and f", or {less}"
         self._is_shared = plan.mesh.copy_size > 1
         self._num_blocks = plan.rcache_blocks
         self._managed = {c.id for c in plan.chunks if not c.is_persistent}
@@ -223,8 +226,8 @@ class Residency:
         raise CapacityError(
             f"no device memory for {chunk.spec}: {format_bytes(chunk.spec.nbytes)} beside "
             f"{self._rcache.used_blocks} resident blocks of {format_bytes(self._block_bytes)}; lower "
-            "gpu_memory_limit so that the plan leaves more to activations, use a smaller batch or chunk_size, or "
-            "activation checkpointing"
+            "gpu_memory_limit so that the plan leaves more to activations, use a smaller batch or"
+            f" chunk_size{self._cure}"
         ) from shortage
 
     def evict(self, ids: Iterable[int]) -> None:

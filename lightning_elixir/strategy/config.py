@@ -199,6 +199,11 @@ class ElixirConfig(LossScaling):
         """`use_fused_kernels`; none beside parallel patterns, whose modules they would pass by."""
         return self.use_fused_kernels if self.tensor_parallel_size == self.expert_parallel_size == 1 else False
 
+    @property
+    def may_fuse(self) -> bool:
+        """Whether fused operators were not asked for, and could be."""
+        return self.use_fused_kernels is False and self.tensor_parallel_size == self.expert_parallel_size == 1
+
     def mesh(self, world_size: int) -> Mesh:
         """How so many ranks stand to each other.
 

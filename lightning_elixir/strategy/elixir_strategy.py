@@ -382,7 +382,11 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         if step is None or step.engine is not self._engine.engine:
             engine = self._engine.engine
             step = self._evaluation = RepeatableStep(
-                self._module, engine, lambda: trainer._results or {}, self._leave_more_to_evaluation
+                self._module,
+                engine,
+                lambda: trainer._results or {},
+                self._leave_more_to_evaluation,
+                may_fuse=self._config.may_fuse,
             )
         try:
             return step.forward(lambda: run(*args, **kwargs), (*args, *kwargs.values()))

@@ -98,7 +98,9 @@ class FitRun:
             least = planner.least_host_bytes(engine.plan, handle.budget, self._regime())
             most = None if least is None else max(0, least - engine.host_bytes()) // len(optimizers)
             engine.host_memory.expect([extent for optimizer in optimizers for extent in optimizer.to_come(most)])
-        self._step = RepeatableStep(module, engine, lambda: trainer._results or {}, self.warm_up.leave_more)
+        self._step = RepeatableStep(
+            module, engine, lambda: trainer._results or {}, self.warm_up.leave_more, may_fuse=planner.config.may_fuse
+        )
         self._meter: StepMeter | None = None
         self._waiting: tuple[Plan, Plan] | None = None  # a plan, and the same with a forecast of steps that wait
         self._has_told_of_waiting = False

@@ -28,11 +28,6 @@ from lightning_elixir.runtime.released import tensors_in
 
 log = logging.getLogger(__name__)
 
-_CURE = (
-    "lower gpu_memory_limit, so that the plan leaves more to activations, take a smaller batch, or use activation"
-    " checkpointing"
-)
-
 
 def memory_shortage(error: BaseException) -> str | None:
     """What a failed allocation of device memory says: how much was asked for, and how much torch had; None for any
@@ -67,6 +62,7 @@ class RepeatableStep:
         engine: That holds its parameters.
         logged: What `self.log` keeps: name -> metric.
         replan: Has the engine move to a plan that leaves more than the one in force; returns whether there is one.
+        may_fuse: Whether fused operators were not asked for, and could be.
     """
 
     def __init__(
@@ -75,6 +71,8 @@ class RepeatableStep:
         engine: Engine,
         logged: Callable[[], dict[str, nn.Module]],
         replan: Callable[[], bool],
+        *,
+        may_fuse: bool,
     ) -> None:
         from torchmetrics import Metric
 
@@ -82,6 +80,7 @@ class RepeatableStep:
         self.engine = engine
         self._logged = logged
         self._replan = replan
+        self._may_fuse = may_fuse
         self._device = engine.device.torch_device
         modules = [(name, m) for name, m in module.named_modules() if not isinstance(m, Metric)]
         self._with_statistics = [m for _, m in modules if getattr(m, "track_running_stats", False)]
@@ -159,7 +158,7 @@ class RepeatableStep:
             if self.engine.has_lost_gradients:
                 raise CapacityError(
                     f"the device ran out of memory in a backward ({shortage}), and the gradients of earlier"
-                    f" micro-batches cannot be told from those of this one any more: {_CURE}"
+                    f" micro-batches cannot be told from those of this one any more: {self._cure}"
                 )
             self._make_ready("backward", shortage)
             # Lightning holds the loss and what came with it, and these the failed run's activations.
@@ -228,13 +227,13 @@ class RepeatableStep:
         if before is None:
             raise CapacityError(
                 f"rank {self.engine.comm.rank} ran out of device memory in {phase} ({shortage}). With several ranks a"
-                f" step cannot be repeated: {_CURE}"
+                f" step cannot be repeated: {self._cure}"
             )
         why = self._why_not(before)
         if why:
             raise CapacityError(
                 f"the device ran out of memory in {phase} ({shortage}), and the step cannot be repeated since {why}:"
-                f" {_CURE}"
+                f" {self._cure}"
             )
         held = self.engine.device_bytes()
         gc.collect()  # the failed run's activations, where they sit in cycles
@@ -248,7 +247,7 @@ class RepeatableStep:
             phase,
             shortage,
             format_bytes(max(held - self.engine.device_bytes(), 0)),
-            _CURE,
+            self._cure,
             f" {', '.join(type(m).__name__ for m in counted)} will have seen the batch twice" if counted else "",
         )
         self._put_back(before, is_forward=phase == "forward")
@@ -282,12 +281,25 @@ class RepeatableStep:
             self._restore_logged(before.logged)
         self._module.forward = before.forward  # Lightning sets it for a moment when a step starts
 
+    @property
+    def _cure(self) -> str:
+        """What is left to do where memory is short."""
+        ways = [
+            "lower gpu_memory_limit, so that the plan leaves more to activations",
+            "take a smaller batch or shorter sequences",
+            self.engine.activations.cure() if torch.is_grad_enabled() else "",  # evaluation saves nothing
+            "give use_fused_kernels=True where logits are large" if self._may_fuse else "",
+            "use a GPU with more memory",
+        ]
+        *first, last = filter(None, ways)
+        return f"{', '.join(first)}, or {last}"
+
     def _refusal(self, phase: str, shortage: str) -> CapacityError:
         plan = self.engine.plan
         return CapacityError(
             f"the device ran out of memory in {phase} again ({shortage}), with {plan.rcache_blocks} blocks of"
             f" {format_bytes(plan.block_bytes)} in the rCache and {format_bytes(self.engine.device_bytes())} of chunks"
-            f" on the device in all: {_CURE}"
+            f" on the device in all: {self._cure}"
         )
 
     @contextmanager

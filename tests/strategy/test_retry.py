@@ -95,6 +95,41 @@ def test_a_second_failure_is_an_error_with_a_cure(phase: str, batches: tuple[int
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
+@pytest.mark.parametrize(
+    ("activations", "words"),
+    [
+        (None, "recompute activations (activations='recompute') unless the model does so already, "),
+        ({"layers.[01]": "recompute", "layers.2": "keep"}, "recompute activations (activations='recompute'), "),
+        ("recompute", "recompute blocks from inputs in host memory (activations='recompute_offloaded'), "),
+        ("offload", "recompute blocks from inputs in host memory (activations='recompute_offloaded'), "),
+        ("recompute_offloaded", ""),
+    ],
+)
+def test_the_cure_is_not_what_is_done_already(activations: Any, words: str) -> None:
+    with pytest.raises(CapacityError) as caught:
+        fit(ElixirStrategy(**TIGHT, activations=activations), lambda: TightNet("forward", (0, 0)))
+    assert str(caught.value).endswith(
+        "lower gpu_memory_limit, so that the plan leaves more to activations, take a smaller batch or shorter"
+        f" sequences, {words}give use_fused_kernels=True where logits are large, or use a GPU with more memory"
+    )
+
+
+def test_the_cure_names_no_operators_that_are_fused() -> None:
+    options: dict[str, Any] = {**TIGHT, "use_fused_kernels": "auto", "activations": "recompute"}
+    with pytest.raises(CapacityError, match="recompute_offloaded'\\), or use a GPU") as caught:
+        fit(ElixirStrategy(**options), lambda: TightNet("forward", (0, 0)))
+    assert "fused" not in str(caught.value)
+
+
+def test_evaluation_has_nothing_to_recompute() -> None:
+    class Short(TightNet):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            raise torch.OutOfMemoryError(MESSAGE)
+
+    with pytest.raises(CapacityError, match="smaller batch or shorter sequences, give use_fused_kernels=True"):
+        fit(ElixirStrategy(**TIGHT), lambda: Short("forward", ()), val=lambda: make_data(8))
+
+
 class TwicePhaseNet(TightNet):
     """Memory runs out in forward, and in the second run in backward."""
 
