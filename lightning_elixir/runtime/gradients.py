@@ -13,13 +13,18 @@ handed out, and what was added is shown in that. Zeros of `zero_grad(set_to_none
 write, needs it (`ZeroGrads`). What an optimizer was told to do to gradients (unscale, clip) is shown in them; when
 users write to what they see of that, or a further backward begins, it is done to the shards first. Where an update has
 begun that cannot be taken back (`Reducer.note_begun`), reading is an error.
+
+[Note: norms of parts] Of a parameter that a pattern cuts, `p.grad` is the gradient of this rank's part. Its norm is
+another on every rank, and so would be the factor by which `torch.nn.utils.clip_grad_norm_` clips: parameters that are
+whole would become different from rank to rank. So such a gradient is of a class that refuses to give a norm. It does so
+on every rank, once all have come to read it, so none waits for another. Element by element it is as any tensor.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +34,7 @@ from lightning_elixir.errors import DivergenceError, StateError
 from lightning_elixir.plan.shard_segments import segment_of
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.released import tensors_in
 from lightning_elixir.runtime.whole import in_memory_order
 from lightning_elixir.runtime.written import BITS
 
@@ -37,6 +43,59 @@ if TYPE_CHECKING:
 
 Change = Callable[[Tensor], None]
 """Changes a gradient in place, element by element."""
+
+_attributes: Any = Tensor  # annotated for instances; on the class they are descriptors
+_NORMS = frozenset((
+    Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm, torch._foreach_norm,
+))  # fmt: skip
+# What these give has the same elements: its norm is no better.
+_SAME_ELEMENTS = frozenset((
+    _attributes.data.__get__, Tensor.detach, torch.detach, Tensor.clone, torch.clone, Tensor.to, Tensor.cpu,
+    Tensor.float, Tensor.double, Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten,
+    Tensor.ravel, torch.ravel, torch.cat,
+))  # fmt: skip
+
+
+class PartOfGradient(Tensor):
+    """`p.grad` of a parameter that a pattern cuts (Note: norms of parts)."""
+
+    _name_at_elixir: str
+    """Of the parameter."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _NORMS:
+            name = _part_in(args, kwargs)._name_at_elixir
+            raise StateError(
+                f"the gradient of {name} is this rank's part of it, as a pattern cuts the parameter: norms of parts, as"
+                " torch.nn.utils.clip_grad_norm_ takes them, are other ones on every rank. To clip, use"
+                " Trainer(gradient_clip_val=...), self.clip_gradients(...) or fabric.clip_gradients(...); the norm is"
+                " strategy.grad_norm(), and whole gradients are strategy.full_grads()"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        return as_part(result, _part_in(args, kwargs)._name_at_elixir) if func in _SAME_ELEMENTS else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).clone(memory_format=torch.preserve_format)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def _part_in(args: Any, kwargs: dict[str, Any]) -> PartOfGradient:
+    return next(t for t in tensors_in((args, kwargs)) if isinstance(t, PartOfGradient))
+
+
+def as_part(value: Tensor, name: str) -> Tensor:
+    """The same tensor, which gives no norm from now on; one of another class than torch's own stays as it is."""
+    if type(value) is Tensor:
+        value.__class__ = PartOfGradient
+        value._name_at_elixir = name  # type: ignore[attr-defined]
+    return value
 
 
 class Gradients:
@@ -105,7 +164,8 @@ class Gradients:
                 self._absorb(*key)
             whole = self._gather(chunk, index)
             self._seen.setdefault(key, whole)
-        return self._seen[key]
+        seen, member = self._seen[key], chunk.spec.members[index]
+        return as_part(seen, member.fqn) if member.cuts else seen
 
     def write(self, chunk: Chunk, index: int, value: Tensor) -> None:
         """`p.grad = value`, which torch has found to fit. The same call on every rank.

@@ -1,23 +1,33 @@
-"""Ranks that share operators and come apart: all of them learn it, soon."""
+"""Ranks that share operators and come apart, or would: all of them learn it, soon."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.imports import module_available
 from torch import Tensor, nn
+from torch.nn import utils
 
-from lightning_elixir.errors import DivergenceError, PeerLostError
+from lightning_elixir.errors import DivergenceError, PeerLostError, StateError
 from lightning_elixir.patterns.apply import put_in
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
-from tests.helpers.patterns import TENSOR, Case, batch, build, difference
+from tests.helpers.patterns import STEPS, TENSOR, Case, batch, build, difference, train_plain
 from tests.helpers.plans import make_plan
 from tests.helpers.tiers import full
+
+if module_available("lightning"):
+    from lightning.pytorch.utilities import grad_norm
+else:
+    from pytorch_lightning.utilities import grad_norm
 
 TIGHT = {"placement_policy": "cpu", "chunk_size": 6000}
 CASE = Case(tensor=2, plan=TIGHT)
@@ -217,3 +227,70 @@ def test_where_all_is_resident_hosts_stop_meeting_at_exchanges() -> None:
     (counts, _), (moving, _) = (run_ranks(messages_of_a_step, 2, policy) for policy in ("cuda", "cpu"))
     assert counts[-1] < counts[1] / 2
     assert moving[-1] > 2 * counts[-1]
+
+
+def _after_a_write(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+NORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "clip_grad_norm_": lambda model: utils.clip_grad_norm_(model.parameters(), 0.1),
+    "clip_grad_norm_foreach": lambda model: utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True),
+    "get_total_norm": lambda model: utils.get_total_norm([p.grad for p in model.parameters()]),
+    "grad_norm_of_lightning": lambda model: grad_norm(model, 2),
+    "of_one": lambda model: model.layers[0].attention.q.weight.grad.norm(),
+    "of_all_in_a_row": lambda model: utils.parameters_to_vector(p.grad for p in model.parameters()).norm(),
+    "of_gradients_that_were_set": _after_a_write,
+}
+
+
+def take_norms() -> dict[str, tuple[str, str]]:
+    module, optimizer, _ = build(CASE)
+    found = {}
+    for name, take in NORMS.items():
+        optimizer.backward(module(batch(0, 0)))
+        found[name] = outcome_of(lambda take=take: take(module.module))  # type: ignore[misc]
+        optimizer.zero_grad()
+    module.close()
+    return found
+
+
+def test_norms_of_gradients_in_parts_are_refused_on_every_rank() -> None:
+    for found in run_ranks(take_norms, 2):
+        for name, (kind, text) in found.items():
+            assert kind == StateError.__name__, name
+            assert "this rank's part of it" in text, name
+        assert "the gradient of layers.0.attention.q.weight is" in found["of_one"][1]
+
+
+def clip_by_hand() -> tuple[dict[str, Tensor], list[type]]:
+    """What works element by element: by the whole norm torch's function clips as plain PyTorch does."""
+    module, optimizer, _ = build(CASE)
+    seen: list[type] = []
+    for step in range(STEPS):
+        optimizer.backward(module(batch(step, 0)))
+        utils.clip_grads_with_norm_(module.parameters(), CLIP, optimizer.grad_norm())
+        grad = module.module.layers[0].attention.q.weight.grad
+        utils.clip_grad_value_(module.parameters(), 10.0)
+        copied = copy.deepcopy(grad), pickle.loads(pickle.dumps(grad))
+        assert all(torch.equal(one, grad) for one in copied)
+        assert bool((grad != 0).any())
+        seen += [type(one) for one in (*copied, grad.square().sum())]
+        del grad
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {k: v.clone() for k, v in module.full_state_dict(rank0_only=False).items()}
+    module.close()
+    return state, seen
+
+
+CLIP = 0.05
+
+
+def test_gradients_in_parts_are_as_any_tensor_element_by_element() -> None:
+    _, _, expected = train_plain(Case(clip_norm=CLIP), 1)
+    for state, seen in run_ranks(clip_by_hand, 2):
+        assert difference(state, expected) < 1e-5
+        assert set(seen) == {Tensor}
