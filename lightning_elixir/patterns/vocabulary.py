@@ -44,6 +44,7 @@ class Vocabulary(ParallelPattern):
         if isinstance(module, nn.Linear):
             return {"weight": 0} if module.bias is None else {"weight": 0, "bias": 0}
         if isinstance(module, nn.Embedding):
+            _check_embedding(module)
             return {"weight": 0}
         kind = type(module)  # with its package: layers of peft are called as what they are around
         raise PlanError(
@@ -71,6 +72,20 @@ class Vocabulary(ParallelPattern):
             return cross_entropy(*args, **kwargs, peers=peers, like=module)
         logits = compute(shared(args[0], peers), *args[1:], **kwargs)
         return gathered(logits, logits.dim() - 1, peers, is_used_alike=True) if self.gathers else logits
+
+
+def _check_embedding(module: nn.Embedding) -> None:
+    """What looks at the tokens of a batch, or writes to the rows that they take, would be misled on every rank by those
+    that it does not have."""
+    for option, value, off in (
+        ("scale_grad_by_freq", module.scale_grad_by_freq, False),
+        ("max_norm", module.max_norm, None),
+    ):
+        if value is not off and value != off:
+            raise PlanError(
+                f"Vocabulary takes nn.Embedding without scale_grad_by_freq and max_norm, and this one has"
+                f" {option}={value}: make it with {option}={off}, or give it no pattern"
+            )
 
 
 def _embedded(tokens: Tensor, numel: int, compute: Compute, peers: Peers) -> Tensor:

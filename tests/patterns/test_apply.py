@@ -111,6 +111,16 @@ def test_foreseen_steps_count_the_rows_that_travel() -> None:
         (lambda: nn.ModuleDict({"conv": nn.Conv2d(1, 1, 1)}), {"conv": Vocabulary()}, "Vocabulary is for"),
         (lambda: Language(is_tied=True), {"head": Vocabulary()}, "give both"),
         (lambda: Language(is_tied=True), {"head": Row(), "embedding": Vocabulary()}, "cut in two ways"),
+        (
+            lambda: nn.ModuleDict({"tokens": nn.Embedding(8, 4, scale_grad_by_freq=True)}),
+            {"tokens": Vocabulary()},
+            "tokens: .* scale_grad_by_freq=True: make it with scale_grad_by_freq=False",
+        ),
+        (
+            lambda: nn.ModuleDict({"tokens": nn.Embedding(8, 4, max_norm=1.0)}),
+            {"tokens": Vocabulary()},
+            "tokens: .* max_norm=1.0: make it with max_norm=None",
+        ),
         (lambda: nn.CrossEntropyLoss(label_smoothing=0.1), {nn.CrossEntropyLoss: Vocabulary()}, "label_smoothing"),
     ],
 )
