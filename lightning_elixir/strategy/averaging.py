@@ -10,11 +10,32 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_avg_fn, get_swa_avg_fn
 from typing_extensions import override
 
-from lightning_elixir._lightning import Callback, LightningModule, StochasticWeightAveraging, Trainer
+from lightning_elixir._lightning import Callback, LightningModule, StochasticWeightAveraging, Trainer, pl
+from lightning_elixir.checkpoint.index import first_names
 from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.mesh import AXES
 from lightning_elixir.runtime.averages import Average, Averages
+from lightning_elixir.strategy.config import ElixirConfig
 
 log = logging.getLogger(__name__)
+
+
+def check_lightnings_averages(trainer: Trainer, config: ElixirConfig) -> None:
+    """Whether Lightning's averages of weights can be kept, before the model takes memory.
+
+    Raises:
+        PlanError: They copy the model as its author builds it, and with parallel patterns a rank's weights are parts.
+    """
+    sizes = {axis: getattr(config, f"{axis}_parallel_size") for axis in AXES}
+    said = " and ".join(f"{axis}_parallel_size={size}" for axis, size in sizes.items() if size > 1)
+    keys = [key.__name__ if isinstance(key, type) else repr(key) for key in config.patterns or ()]
+    of_patterns = f" (patterns for {first_names(keys)})" if keys else ""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if said and isinstance(callback, (pl.callbacks.WeightAveraging, StochasticWeightAveraging)):
+            raise PlanError(
+                f"{type(callback).__name__} averages whole weights, and with {said}{of_patterns} a rank has parts of"
+                " those that are cut: use lightning_elixir.ElixirWeightAveraging, which averages parts"
+            )
 
 
 def tell_of_averaging(callback: Callback, mixed: str | None) -> None:

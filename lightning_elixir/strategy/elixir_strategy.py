@@ -45,7 +45,7 @@ from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.averages import Average, Averages
-from lightning_elixir.strategy.averaging import tell_of_averaging
+from lightning_elixir.strategy.averaging import check_lightnings_averages, tell_of_averaging
 from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler, without_compiler
 from lightning_elixir.strategy.device_meshes import MeshAccess
 from lightning_elixir.strategy.engine_handle import EngineHandle
@@ -146,6 +146,13 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
             self._given_module, self._compiler = module, compiler
 
     # Processes
+
+    @override
+    def _check_options(self) -> None:
+        super()._check_options()
+        module = self.lightning_module
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            check_lightnings_averages(module.trainer, self._config)
 
     @override
     def _check_files(self) -> None:

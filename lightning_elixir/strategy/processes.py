@@ -188,6 +188,21 @@ class Processes:
         if self._comm.world_size == 1:
             self._comm = make_comm(None, self.root_device)
 
+    def check_number(self) -> None:
+        """Whether there are as many processes as the Trainer or Fabric was told. Lightning looks at some numbers only.
+
+        Raises:
+            PlanError: There are others.
+        """
+        found, wanted = self._comm.world_size, max(1, self.num_nodes * self.num_processes)
+        if found != wanted:
+            raise PlanError(
+                f"num_nodes={self.num_nodes} with devices={self.num_processes} are {wanted} processes, and {found} were"
+                f" started: start {self.num_processes} on each of {self.num_nodes} nodes (SLURM:"
+                f" --nodes={self.num_nodes} --ntasks-per-node={self.num_processes} without another --ntasks; torchrun:"
+                f" --nnodes={self.num_nodes} --nproc-per-node={self.num_processes}), or give the numbers that there are"
+            )
+
     def set_world_ranks(self) -> None:
         """Tell the environment, and what logs on rank 0 only, which rank this is. Called by the Trainer."""
         if self.cluster_environment is not None and self.is_distributed:

@@ -13,9 +13,10 @@ from lightning_elixir import ElixirWeightAveraging
 from lightning_elixir._lightning import pl
 from lightning_elixir.checkpoint.consolidate import consolidate
 from lightning_elixir.errors import PlanError
+from lightning_elixir.patterns import Column
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import crossed, full
+from tests.helpers.tiers import crossed, full, telling
 from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, assert_same_state, fit, make_data
 from tests.strategy.nets import BatchNormNet, FrozenNet, ManualNet, TiedNet
 from tests.strategy.sharded import Batches
@@ -88,6 +89,29 @@ def test_mixed_precision_averages_the_masters() -> None:
     _assert_same(other, got)
     for name, value in expected.state.items():
         torch.testing.assert_close(got.state[name], value, rtol=0.05, atol=0.02)
+
+
+class _Unbuilt(LateNet):
+    def configure_model(self) -> None:
+        raise AssertionError("nothing is to be built")
+
+
+def _averages_of_parts(callback: str) -> str:
+    averages = getattr(pl.callbacks, callback)(*([0.1] if callback.startswith("Stochastic") else []))
+    strategy = ElixirStrategy(tensor_parallel_size=2, patterns={"net.0": Column()}, **TIGHT)
+    try:
+        fit(strategy, _Unbuilt, callbacks=[averages], devices=2)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("callback", telling(["EMAWeightAveraging", "StochasticWeightAveraging"], "EMAWeightAveraging"))
+def test_lightnings_averages_of_parts_are_refused_before_the_model_is_built(callback: str) -> None:
+    for told in run_ranks(_averages_of_parts, 2, callback, init_group=False):
+        assert f"{callback} averages whole weights" in told
+        assert "tensor_parallel_size=2 (patterns for 'net.0')" in told
+        assert "ElixirWeightAveraging" in told
 
 
 def _on_rank(strategy: Any, kind: str) -> tuple[list[float], dict[str, Tensor]]:

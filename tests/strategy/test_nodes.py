@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_elixir import ElixirStrategy, HybridAdam
 from lightning_elixir._lightning import LightningModule, Trainer
 from lightning_elixir.core import peers
-from lightning_elixir.errors import PeerLostError
+from lightning_elixir.errors import PeerLostError, PlanError
 from lightning_elixir.patterns import Column, Row
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers import processes
@@ -324,6 +324,32 @@ def test_slurms_nodes_give_what_pytorch_gives(tmp_path: Path) -> None:
     port = _free_port()
     _wait_for([_start_slurm_task(task, 2, port, tmp_path) for task in range(2)])
     _assert_is_plain(tmp_path, 2, 1)
+
+
+def uneven_tasks() -> str:
+    """As SLURM describes `--ntasks=3 --nodes=2 --ntasks-per-node=2`."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(
+        SLURM_JOB_ID="7",
+        SLURM_JOB_NAME="train",
+        SLURM_NTASKS="3",
+        SLURM_NTASKS_PER_NODE="2",
+        SLURM_NNODES="2",
+        SLURM_PROCID=str(rank),
+        SLURM_LOCALID=str(rank % 2),
+        SLURM_NODEID=str(rank // 2),
+    )
+    try:
+        trainer_of(ElixirStrategy(), 2, 2).fit(Model(), DataLoader(DATA, batch_size=4))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_uneven_tasks_of_slurm_are_refused_on_every_rank() -> None:
+    for told in run_ranks(uneven_tasks, 3, init_group=False):
+        assert "num_nodes=2 with devices=2 are 4 processes, and 3 were started" in told
+        assert "--ntasks-per-node=2" in told
 
 
 PROGRAM = """
