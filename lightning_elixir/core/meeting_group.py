@@ -36,7 +36,7 @@ class Host(Protocol):
 
 
 class MeetingGroup(dist.ProcessGroup):
-    """A group along one axis, for torch.
+    """A group along one axis, for torch. One rank alone has nobody to meet.
 
     Args:
         own: The same ranks; what collectives go over while there is no host.
@@ -81,6 +81,8 @@ class MeetingGroup(dist.ProcessGroup):
         return self
 
     def _run(self, number: int, tensors: Any, issue: Issue) -> dist.Work:
+        if self.size() == 1:
+            return issue(self._own)
         host = None if self._host is None else self._host()
         if host is None:
             self._meet()
@@ -158,7 +160,7 @@ def make_device_mesh(
     device: torch.device,
     meet: Callable[[], None],
 ) -> Any:
-    """A mesh of two dimensions over all ranks. Collective.
+    """A mesh of two dimensions over all ranks. Collective. One process gets a group for it.
 
     Args:
         groups: Of ranks that are neighbours along the inner dimension, in the order of the outer one.
@@ -173,6 +175,9 @@ def make_device_mesh(
     """
     from torch.distributed.device_mesh import DeviceMesh
 
+    if not dist.is_initialized():  # one process by itself: torch makes no mesh without a group
+        backend = dist.get_default_backend_for_device(device)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if not hasattr(dist.Backend, _BACKEND.upper()):
         dist.Backend.register_backend(_BACKEND, _make, extended_api=True, devices=["cpu", "cuda"])
     inner: Any = None

@@ -101,7 +101,7 @@ class Placed:
     def cut(self, name: str) -> AxisCut | None:
         """How a parameter is cut; None: each rank has all of it."""
         (placement,) = self.placements[name]
-        return AxisCut(self.axis, placement.dim) if placement.is_shard() else None
+        return AxisCut(self.axis, placement.dim) if placement.is_shard() and self.size > 1 else None
 
 
 class _Shell(Function):

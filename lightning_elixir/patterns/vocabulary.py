@@ -81,7 +81,7 @@ def _check_embedding(module: nn.Embedding) -> None:
         ("scale_grad_by_freq", module.scale_grad_by_freq, False),
         ("max_norm", module.max_norm, None),
     ):
-        if value is not off and value != off:
+        if value != off:
             raise PlanError(
                 f"Vocabulary takes nn.Embedding without scale_grad_by_freq and max_norm, and this one has"
                 f" {option}={value}: make it with {option}={off}, or give it no pattern"

@@ -39,7 +39,7 @@ from lightning_elixir.strategy.engine_handle import BuildOptions, EngineHandle
 from lightning_elixir.strategy.machine_figures import MachineFigures
 from lightning_elixir.strategy.model_init import materialise, skeleton_of
 from lightning_elixir.strategy.options import StrategyOptions
-from lightning_elixir.strategy.pattern_setup import check_mesh, put_patterns_in, take_dtensors_over
+from lightning_elixir.strategy.pattern_setup import check_mesh, fused_choice, put_patterns_in, take_dtensors_over
 from lightning_elixir.strategy.precision import ElixirPrecision
 from lightning_elixir.strategy.sharded_checkpoints import ShardedCheckpoints
 from lightning_elixir.strategy.shared_plans import ALONE, Neighbours, Planner, disk_options, host_bytes_of
@@ -103,8 +103,7 @@ class EngineStrategy(StrategyOptions, ABC):
         self._sharded.close()  # what was restored between two runs
         self._threads = thread_plan(self.local_rank, max(1, self.num_processes))
         apply_threads(self._threads)
-        # Before the model takes memory
-        run_together(self._comm, lambda: check_mesh(self._config, self._comm.world_size, self.num_nodes))
+        run_together(self._comm, self._check_options)  # before the model takes memory
         self._device_mesh = self._new_mesh_access()
         run_together(self._comm, self._check_files if self._comm.rank == 0 else lambda: None)
         run_together(self._comm, self._check_disk)
@@ -113,12 +112,12 @@ class EngineStrategy(StrategyOptions, ABC):
     def device_mesh(self) -> MeshAccess | None:
         """What `torch.distributed.tensor.parallel.parallelize_module` takes, by the names of its dimensions:
         `strategy.device_mesh["tensor_parallel"]`; the ranks that differ along "data_parallel" have batches of their
-        own. None with `tensor_parallel_size=1`, or before the processes are connected."""
+        own. None before the processes are connected."""
         return self._device_mesh
 
     def _new_mesh_access(self) -> MeshAccess | None:
         mesh = self._config.mesh(self._comm.world_size)
-        return None if mesh.tensor == 1 else MeshAccess(partial(self._new_device_mesh, mesh))
+        return MeshAccess(partial(self._new_device_mesh, mesh))
 
     def _new_device_mesh(self, mesh: Mesh) -> DeviceMesh:
         reference = weakref.WeakMethod(self._hear)
@@ -140,6 +139,11 @@ class EngineStrategy(StrategyOptions, ABC):
         of_ranks = super().distributed_sampler_kwargs
         mesh = self._config.mesh(of_ranks["num_replicas"])
         return {"num_replicas": mesh.num_batches, "rank": mesh.batch_of(of_ranks["rank"])}
+
+    def _check_options(self) -> None:
+        """Whether so many ranks can train as the options say. On every rank."""
+        self.check_number()
+        check_mesh(self._config, self._comm.world_size, self.num_nodes)
 
     def _check_files(self) -> None:
         self._config.given_hardware()
@@ -223,7 +227,8 @@ class EngineStrategy(StrategyOptions, ABC):
         budget = planner.budget(host_bytes_of(module), limits=limits)
         run_together(self._comm, lambda: put_patterns_in(module, config, self._comm))
         # Before the plan, which counts what they save
-        with run_together(self._comm, lambda: fuse(module, config.fused_choice, self.root_device)):
+        fused = fused_choice(module, config)
+        with run_together(self._comm, lambda: fuse(module, fused, self.root_device)):
             plan, is_final = planner.first_plan(module, budget, is_training=is_training)
             skeleton, disk = skeleton_of(module), disk_options(config)
             started_s = time.perf_counter()
@@ -232,7 +237,7 @@ class EngineStrategy(StrategyOptions, ABC):
                 plan,
                 prefetch=config.prefetch,
                 dtype=plugin.compute_dtype,
-                use_fused_kernels=config.fused_choice,
+                use_fused_kernels=fused,
                 master_weights=plugin.is_mixed,
                 keep_fp32=config.keep_fp32 if plugin.compute_dtype is not None else None,
                 ignored=[p.fqn for p in plan.ignored],

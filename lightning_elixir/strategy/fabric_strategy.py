@@ -95,8 +95,6 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
 
     def __init__(self, *args: Any, parallelize_fn: ParallelizeFn | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        if parallelize_fn is not None and self._config.tensor_parallel_size == 1:
-            raise PlanError("parallelize_fn is for tensor_parallel_size of 2 and more: give that, or leave it out")
         self._parallelize_fn = parallelize_fn
 
     # Processes

@@ -13,6 +13,7 @@ from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.core.device import release_cached_memory
 from lightning_elixir.errors import PlanError
+from lightning_elixir.fused import FusedChoice
 from lightning_elixir.patterns.apply import put_in, take_out
 from lightning_elixir.patterns.cuts import cuts_of, whole_of
 from lightning_elixir.patterns.model_plans import own_patterns
@@ -60,6 +61,11 @@ def take_dtensors_over(module: nn.Module, config: ElixirConfig, comm: Comm, devi
         release_cached_memory(device)  # it had parts of the model
 
 
+def fused_choice(module: nn.Module, config: ElixirConfig) -> FusedChoice:
+    """What may be swapped for fused operators: nothing in a model of DTensors, which they would pass by."""
+    return False if next(placed_modules(module), None) is not None else config.fused_choice
+
+
 def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None:
     """Have a model's modules share their work, where the options say so; the same on every rank.
 
@@ -73,15 +79,18 @@ def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None
     check_placed(module, mesh)
     if comm.rank == 0:
         _tell_of_idle(config)
+    is_placed = next(placed_modules(module), None) is not None
+    if compiled_regions(module) and (is_placed or not mesh.is_trivial):
+        raise PlanError(
+            "modules that torch.compile has compiled cannot have parallel patterns yet: leave out torch.compile, or"
+            " tensor_parallel_size, expert_parallel_size and parallelize_module()"
+        )
+    if is_placed and config.use_fused_kernels is True:
+        raise PlanError("fused operators would pass DTensors by: leave out use_fused_kernels, or parallelize_module()")
     if mesh.is_trivial and config.patterns is None:
         take_out(module)  # those of an earlier run
         return
-    if compiled_regions(module) and not mesh.is_trivial:
-        raise PlanError(
-            "modules that torch.compile has compiled cannot have parallel patterns yet: leave out torch.compile, or"
-            " tensor_parallel_size and expert_parallel_size"
-        )
-    patterns, is_placed = config.patterns, next(placed_modules(module), None) is not None
+    patterns = config.patterns
     if mesh.tensor > 1 and not is_placed:
         config.check_pattern_along("tensor")
     if patterns is None:  # what parallelize_module() has done is not done again

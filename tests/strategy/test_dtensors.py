@@ -52,6 +52,27 @@ def test_equals_plain_training(kind: str, world: int) -> None:
     assert difference(found, expected) < CLOSE
 
 
+@pytest.mark.parametrize("world", [1, full(2)])
+def test_tensor_parallel_size_of_one(world: int) -> None:
+    expected = fit_plain("language", world)
+    found, evictions = run_ranks(fit, world, "language+dtensors", 1, 1, {}, {}, init_group=False)[0]
+    assert evictions > 0
+    assert difference(found, expected) < CLOSE
+
+
+def fused_with_dtensors() -> str:
+    strategy = ElixirStrategy(use_fused_kernels=True, **TIGHT)
+    try:
+        trainer_of(strategy, 1).fit(Model("language+dtensors"), DataLoader(Tokens(), batch_size=2))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_fused_operators_are_refused_at_size_one_too() -> None:
+    assert "would pass DTensors by" in run_ranks(fused_with_dtensors, 1, init_group=False)[0]
+
+
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "auto_in_little_memory": ({"placement_policy": "auto", "gpu_memory_limit": "100KiB"}, {}),
     "resident": ({"placement_policy": "cuda"}, {}),
