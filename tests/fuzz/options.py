@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _MODEL = "it is the program itself"
 _PROCESSES = "how processes begin: no number of a step depends on it, and each way takes seconds (tests/strategy)"
-_PARALLEL = "cuts a model that is drawn for one rank; tests/patterns/ compares such models with plain PyTorch"
-_NODES = "on one node every value is the same; tests/strategy/test_sharding.py has several"
+_PARALLEL = "cuts a model that is drawn for one rank; mixes.py draws models, sizes and placements together"
+_NODES = "on one node every value is the same; mixes.py draws it with two nodes"
 _PACKAGE = "a package of others', compiled on the spot; tests/runtime/test_nvme.py has both back ends"
 NOT_DRAWN: dict[str, dict[str, str]] = {
     "ElixirModule": {

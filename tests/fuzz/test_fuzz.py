@@ -20,6 +20,8 @@ from tests.fuzz.backends import Engine, Plain
 from tests.fuzz.campaign import Summary, campaign, run_apart, shrink
 from tests.fuzz.interrupts import interrupted
 from tests.fuzz.like_a_gpu import watched
+from tests.fuzz.mixes import draw as draw_mix
+from tests.fuzz.mixes import fit_mix, fit_without
 from tests.fuzz.options import NOT_DRAWN, given_options
 from tests.fuzz.play import Player
 from tests.fuzz.programs import (
@@ -41,9 +43,11 @@ from tests.fuzz.programs import (
 from tests.fuzz.run import run_program
 from tests.fuzz.scale import Scale
 from tests.helpers.dist import run_ranks
+from tests.helpers.patterns import difference
 from tests.helpers.tiers import full
 
 NUM_PROGRAMS = 12
+CHEAP_MIXES = (5, 8)
 CLASSES: tuple[Any, ...] = (ElixirStrategy, ElixirModule, ElixirOptimizer)
 THROUGH: tuple[Through, ...] = ("module", "trainer")
 PLAN = (("chunk_size", 8192), ("placement_policy", "cpu"))
@@ -124,6 +128,15 @@ def test_programs_of_two_ranks_that_run_on_one(seed: int, changed: Callable[[Pro
     assert program.option("process_group")
     outcome = run_apart(changed(program), is_interrupted=changed is interrupted, is_like_a_gpu=changed is watched)
     assert not outcome.is_finding, outcome.detail
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # Lightning's advice
+@pytest.mark.parametrize("seed", [*CHEAP_MIXES, *(full(seed) for seed in range(100, 124))])
+def test_mixes_of_patterns_sharding_and_placements(seed: int) -> None:
+    mix = draw_mix(seed, 2 if seed in CHEAP_MIXES else 4)
+    expected = fit_without(mix)
+    for state in run_ranks(fit_mix, mix.ranks, mix, init_group=False):
+        assert difference(state, expected) < 2e-5, mix
 
 
 def test_what_is_simpler_on_one_rank_has_no_process_group() -> None:
