@@ -229,12 +229,14 @@ class HostMemory:
             tensors: Emptied. From `zeros`, and no device reads them any more.
             most_bytes: What may stay, with what has stayed before.
         """
-        others = list[Tensor]()
+        others, alone = list[Tensor](), torch.empty(0)
+        # How many references a call adds depends on who calls: Python, or a hook of the compiler's.
+        least = sys.getrefcount(alone)
         with self._lock:
             room = most_bytes - self._kept_bytes()
             while tensors:
                 tensor = tensors.pop()
-                if tensor.nbytes <= room and _is_alone(tensor):
+                if tensor.nbytes <= room and sys.getrefcount(tensor) <= least and _has_own_memory(tensor):
                     room -= tensor.nbytes
                     filling = self._worker.submit(partial(_fill_with_zeros, tensor))
                     self._kept[tensor.numel(), tensor.dtype].append(_Kept(tensor, filling))
@@ -304,12 +306,10 @@ def _fill_with_zeros(tensor: Tensor) -> None:
         tensor.zero_()
 
 
-def _is_alone(tensor: Tensor) -> bool:
-    """Whether nothing but the caller refers to a tensor or shares its memory, all of which is its own."""
+def _has_own_memory(tensor: Tensor) -> bool:
+    """Whether no other tensor shares its memory, and all of that is its own."""
     storage = tensor.untyped_storage()
-    is_whole = storage.nbytes() == tensor.nbytes
-    # By the caller's variable, this function's and the question itself; by the tensor and `storage`.
-    return is_whole and sys.getrefcount(tensor) <= 3 and storage_use_count(storage) <= 2
+    return storage.nbytes() == tensor.nbytes and storage_use_count(storage) <= 2  # the tensor, and `storage`
 
 
 @contextmanager

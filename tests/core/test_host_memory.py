@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 from lightning_elixir.core import host_memory
 from lightning_elixir.core.device import CpuDevice
@@ -315,6 +316,15 @@ def _kept(memory: HostMemory, number: int = 3) -> list[int]:
     assert not tensors
     assert memory.bytes_ahead() == memory.bytes_begun() == 4000 * number
     return addresses
+
+
+def test_what_stays_under_the_hook_of_the_compiler(memory: HostMemory, device: Device) -> None:
+    """It calls functions in another way, with one reference more, as long as it is set."""
+    before = set_eval_frame(False)
+    try:
+        assert len(_kept(memory)) == 3
+    finally:
+        set_eval_frame(before)
 
 
 def test_what_stays_is_given_again_as_zeros(memory: HostMemory, device: Device) -> None:
