@@ -9,6 +9,8 @@ needs them works as before, and pays for them only where it does. The loss is co
 all that hangs on the calls of modules, above all the engine that brings the weight, needs to know nothing of this.
 
 Whether a model's forward looks at its logits is found out by running it, over stand-ins for its parts, up to the loss.
+So it is with transformers' own code, which changes nothing outside of what it returns. A user's may count, draw random
+numbers or write to buffers: it is swapped without a trial.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ _PUTS_OFF: ContextVar[_Running | None] = ContextVar("lightning_elixir_puts_off",
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SCALES = ("__mul__", "__rmul__", "__truediv__")
+_TRIED = ("transformers", "torch", "builtins")  # packages whose code may run in a trial
 
 
 def is_language_model(module: Any) -> bool:
@@ -76,13 +79,21 @@ class Verdict:
 def judge(model: Any) -> Verdict:
     """Whether the loss of a language model of transformers can be fused. Reads no values and draws no numbers."""
     why_not = _why_not(model)
-    return _tried(model, model.get_output_embeddings()) if why_not is None else Verdict(why_not)
+    if why_not is not None:
+        return Verdict(why_not)
+    if any(code.__module__.partition(".")[0] not in _TRIED for code in (*type(model).__mro__, *_forwards(model))):
+        return Verdict(doubt="its code is not all of transformers, and running it might change something")
+    return _tried(model, model.get_output_embeddings())
+
+
+def _forwards(model: Any) -> list[Callable[..., Any]]:
+    """Of its class and all bases, without decorators."""
+    return [inspect.unwrap(vars(c)["forward"]) for c in type(model).__mro__ if "forward" in vars(c)]
 
 
 def _why_not(model: Any) -> str | None:
     head = model.get_output_embeddings()
-    forwards = [inspect.unwrap(vars(c)["forward"]) for c in type(model).__mro__ if "forward" in vars(c)]
-    if not any("loss_function" in getattr(getattr(f, "__code__", None), "co_names", ()) for f in forwards):
+    if not any("loss_function" in getattr(getattr(f, "__code__", None), "co_names", ()) for f in _forwards(model)):
         return "its forward computes its loss by itself"
     if vars(model).get("_loss_function") not in (None, fused_loss):  # a copy of a model that has ours keeps it
         return "it was given a loss_function of its own"

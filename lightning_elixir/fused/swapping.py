@@ -168,7 +168,7 @@ def _swap_loss(model: Any, swapped: Swapped) -> None:
         return
     if verdict.doubt is not None:
         swapped.left.append(
-            f"whether the forward of {name} needs its logits could not be tried ({verdict.doubt}). If it does, the"
+            f"whether the forward of {name} needs its logits is not known ({verdict.doubt}). If it does, the"
             " swapped loss saves nothing, and the log says so at the first step"
         )
     head = model.get_output_embeddings()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import random
 from typing import Any
 
 import pytest
@@ -165,9 +166,7 @@ class TestLogits:
     def test_of_a_model_that_looks_at_them(self, caplog: pytest.LogCaptureFixture) -> None:
         model = make_capped()
         expected = gradients(copy.deepcopy(model), make_batch(0))
-        model.is_capped = False  # when it is tried
         assert "linear cross-entropy" in str(fuse(model, True, CPU).counts)
-        model.is_capped = True
         with caplog.at_level(logging.INFO, "lightning_elixir"):
             ours = gradients(model, make_batch(0))
             model(**make_batch(0))
@@ -176,16 +175,13 @@ class TestLogits:
 
 
 def make_capped(cap: float = 2.0) -> Any:
-    """A language model that needs its logits' values, unless it is told not to."""
+    """A language model of a user's that needs its logits' values."""
     import transformers as hf
 
     class Capped(hf.GPT2LMHeadModel):
-        is_capped = True
-
         def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
             logits = self.lm_head(self.transformer(input_ids=input_ids).last_hidden_state)
-            if self.is_capped:
-                logits = cap * torch.tanh(logits / cap)
+            logits = cap * torch.tanh(logits / cap)
             loss = self.loss_function(logits, labels, self.config.vocab_size)
             return hf.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
@@ -263,10 +259,6 @@ def test_what_is_left_and_why() -> None:
     assert "linear cross-entropy" not in str(fuse(gemma, True, CPU).counts)
     looks = "the loss of Gemma2ForCausalLM stays as it is: its forward looks at the logits before the loss (tanh)"
     assert looks in reasons(hf.Gemma2ForCausalLM(config))
-    with pytest.raises(
-        PlanError, match=r"in Capped \(the loss of Capped .* looks at the logits before the loss \(tanh"
-    ):
-        fuse(make_capped(), True, CPU)
     resized = make_lm()
     resized.vocab_size, resized.config.vocab_size = 299, 299
     assert "its loss is over 299 classes, its last layer has 300" in reasons(resized)
@@ -286,13 +278,41 @@ def test_a_model_that_cannot_be_tried_is_swapped_and_told_of(caplog: pytest.LogC
             loss = self.loss_function  # transformers' own forward is below
             return super().forward(**kwargs, attention_mask=mask) if loss is not None else None
 
+    WithMask.__module__ = WithMask.forward.__module__ = hf.LlamaForCausalLM.__module__
     model = WithMask(make_lm().config)
     state = torch.get_rng_state()
     with caplog.at_level(logging.INFO, "lightning_elixir"):
         swapped = fuse(model, True, CPU)
     assert torch.equal(torch.get_rng_state(), state)
     assert swapped.counts["linear cross-entropy", "WithMask"] == 1
-    assert "whether the forward of WithMask needs its logits could not be tried (TypeError" in caplog.text
+    assert "whether the forward of WithMask needs its logits is not known (TypeError" in caplog.text
+
+
+def test_a_users_own_forward_is_not_run() -> None:
+    import transformers as hf
+
+    class Counting(hf.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.drawn: list[float] = []
+            self.register_buffer("num_calls", torch.zeros(()))
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.drawn.append(random.random())
+            self.num_calls.add_(1)
+            return super().forward(*args, **kwargs)
+
+    class Below(Counting):
+        pass
+
+    for kind in (Counting, Below):
+        model, state = kind(make_lm().config), random.getstate()
+        swapped = fuse(model, True, CPU)
+        assert not model.drawn
+        assert model.num_calls == 0
+        assert random.getstate() == state
+        assert "is not known (its code is not all of transformers" in swapped.left[0]
+        assert model(**make_batch(0)).logits.is_put_off
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
