@@ -95,7 +95,13 @@ def save_folder(
 
 
 def _check_names(model_key: str, optimizers: Iterable[str], rest: Iterable[str]) -> None:
-    """Raises `PlanError` where one of the user's names is the folder's for something else."""
+    """Raises `PlanError` where one of the user's names is the folder's for something else, or cannot be found again."""
+    dotted = [key for key in (model_key, *optimizers) if "." in key]
+    if dotted:
+        raise PlanError(
+            f"a sharded checkpoint cannot hold a module or an optimizer under the name {first_names(dotted)}: there,"
+            " what follows a dot is a part of what comes before it. Give fabric.save() a key without dots"
+        )
     taken = [model_key] if model_key == CURRENT_MODEL or re.fullmatch(r"optimizer_\d+", model_key) else []
     taken += [key for key in optimizers if key in ("state_dict", "model", CURRENT_MODEL)]
     taken += [key for key in rest if key in ("state_dict", CURRENT_MODEL, "optimizer_states", OWN_KEY)]

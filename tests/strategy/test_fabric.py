@@ -434,6 +434,9 @@ def test_what_a_folder_cannot_hold_or_has_not_got_is_named(tmp_path: Path) -> No
     for state in ({"optimizer_0": model}, {"net": model, "model": optimizer}, {"net": model, "optimizer_states": 1}):
         with pytest.raises(PlanError, match=r"uses the name (optimizer_0|model|optimizer_states) for something else"):
             fabric.save(tmp_path / "folder", state)
+    for dotted in ({"gen.net": model}, {"net": model, "gen.adam": optimizer}):
+        with pytest.raises(PlanError, match=r"under the name gen\.(net|adam): .* a key without dots"):
+            fabric.save(tmp_path / "folder", dotted)
     fabric.save(tmp_path / "folder", {"net": model, "adam": optimizer, "step": 1})
     with pytest.raises(KeyError, match="nothing under the name first, second: there are adam, model, net,"):
         fabric.load(tmp_path / "folder", {"net": model, "first": optimizer, "second": optimizer})
