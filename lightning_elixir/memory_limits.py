@@ -299,8 +299,8 @@ def _move(engine: Engine, budget: Budget, regime: TrainingRegime, plan: Plan, mo
         engine.take_forecast(plan)
         engine.give_back()
         engine.activations.rest()
-        if not most_kept_bytes:
-            engine.host_memory.let_go()
+        engine.host_memory.keep([], most_kept_bytes)
+        engine.host_memory.settle()
     else:
         engine.replan(plan, most_kept_bytes)
     log.info("memory limits have changed; the plan from now on: %s", plan.explain().partition("\n")[0])

@@ -227,13 +227,17 @@ class HostMemory:
 
         Args:
             tensors: Emptied. From `zeros`, and no device reads them any more.
-            most_bytes: What may stay, with what has stayed before.
+            most_bytes: What may stay, with what has stayed before, of which as much goes as is more.
         """
         others, alone = list[Tensor](), torch.empty(0)
         # How many references a call adds depends on who calls: Python, or a hook of the compiler's.
         least = sys.getrefcount(alone)
         with self._lock:
             room = most_bytes - self._kept_bytes()
+            for of_size in self._kept.values():
+                while room < 0 and of_size:
+                    others.append(of_size.pop().unfilled())
+                    room += others[-1].nbytes
             while tensors:
                 tensor = tensors.pop()
                 if tensor.nbytes <= room and sys.getrefcount(tensor) <= least and _has_own_memory(tensor):
@@ -243,7 +247,8 @@ class HostMemory:
                 else:
                     others.append(tensor)
                 del tensor  # or the next turn would find it in use
-        self.free(others)
+        if others:
+            self.free(others)
 
     def settle(self) -> None:
         """Wait until what `free` was told of is given back; the threads end if nothing is there ahead."""

@@ -93,12 +93,10 @@ def move_chunks(
             engine.host_memory.free(on_host)  # of that, what is not in the new place as well
         del on_host
         chunk.free_released()  # what an optimizer steps over was a part of the replica until now
-    if most_kept_bytes:
+    if left:
         engine.device.synchronize()  # which may still read it
-        engine.host_memory.keep(left, most_kept_bytes)
-        engine.host_memory.settle()
-    else:
-        engine.host_memory.let_go()
+    engine.host_memory.keep(left, most_kept_bytes)
+    engine.host_memory.settle()  # and not more: what was made ahead for optimizer states waits for them
 
 
 def _to_come(engine: Engine, chunk: Chunk, spec: ChunkSpec, before: ShardStore) -> list[Extent]:

@@ -366,6 +366,13 @@ def test_as_much_stays_as_may(memory: HostMemory) -> None:
     memory.settle()
     assert memory.bytes_ahead() == 10_000
     assert sum(reference() is None for reference in freed) == 3
+    memory.keep([], 7_000)  # less than has stayed
+    memory.settle()
+    assert memory.bytes_ahead() <= 7_000
+    memory.keep([], 0)
+    memory.settle()
+    assert memory.bytes_ahead() == 0
+    assert not [t for t in threading.enumerate() if "elixir-memory" in t.name]
 
 
 def test_what_stays_is_let_go(memory: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_elixir import memory_limits
 from lightning_elixir.core.device import CpuDevice
-from lightning_elixir.core.host_memory import HostMemory
+from lightning_elixir.core.host_memory import Extent, HostMemory
 from lightning_elixir.errors import CapacityError, PlanError, StateError
 from lightning_elixir.memory_limits import KeptPlans, MemoryLimits, fits
 from lightning_elixir.optim import HybridAdam
@@ -254,9 +254,27 @@ def test_host_memory_stays_for_the_next_time(way: str, monkeypatch: pytest.Monke
     limit(SMALL // 2)
     limit(cpu=engine.host_bytes() // 4, keep_host_memory=True)
     assert 0 < engine.host_bytes() <= on_host // 4  # what stays keeps within the limit
+    limit(SMALL // 2)
+    limit(keep_host_memory=True)
+    assert held() > on_host // 4
+    limit(cpu=on_host // 4, keep_host_memory=True)  # where no chunk moves, too
+    assert 0 < engine.host_bytes() <= on_host // 4
     losses += [training.step() for _ in range(4)]
     assert_as_if_nothing_had_happened((losses, training.close()), expected)
     assert held() == 0
+
+
+def test_a_move_leaves_what_was_made_ahead_for_later() -> None:
+    """Memory for optimizer states is made while the first plan is looked for, and a move comes before they do."""
+    training = Training()
+    memory = training.module.engine.host_memory
+    memory.prepare([Extent(998, torch.float32, is_locked=False)] * 2)
+    for pieces in memory._pieces.values():
+        for piece in pieces:
+            piece._task.join()
+    training.module.set_memory_limit(SMALL)
+    assert memory.bytes_ahead() == 2 * 998 * 4
+    training.close()
 
 
 def both_ways(limits: dict[int, Limits], options: dict[str, Any]) -> None:
