@@ -75,7 +75,10 @@ class PartOfGradient(Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return as_part(result, _part_in(args, kwargs)._name_at_elixir) if func in _SAME_ELEMENTS else result
+        is_of_other = bool(args) and isinstance(args[0], Tensor) and not isinstance(args[0], cls)  # `other.to(part)`
+        if func not in _SAME_ELEMENTS or is_of_other:
+            return result
+        return as_part(result, _part_in(args, kwargs)._name_at_elixir)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():

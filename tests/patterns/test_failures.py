@@ -277,7 +277,7 @@ def clip_by_hand() -> tuple[dict[str, Tensor], list[type]]:
         copied = copy.deepcopy(grad), pickle.loads(pickle.dumps(grad))
         assert all(torch.equal(one, grad) for one in copied)
         assert bool((grad != 0).any())
-        seen += [type(one) for one in (*copied, grad.square().sum())]
+        seen += [type(one) for one in (*copied, grad.square().sum(), torch.ones(grad.shape).to(grad))]
         del grad
         optimizer.step()
         optimizer.zero_grad()
