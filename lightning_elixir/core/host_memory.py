@@ -240,7 +240,9 @@ class HostMemory:
                     room += others[-1].nbytes
             while tensors:
                 tensor = tensors.pop()
-                if tensor.nbytes <= room and sys.getrefcount(tensor) <= least and _has_own_memory(tensor):
+                is_free = sys.getrefcount(tensor) <= least and _has_own_memory(tensor)
+                # One that was made in inference mode may not be written to outside of it.
+                if is_free and tensor.nbytes <= room and not tensor.is_inference():
                     room -= tensor.nbytes
                     filling = self._worker.submit(partial(_fill_with_zeros, tensor))
                     self._kept[tensor.numel(), tensor.dtype].append(_Kept(tensor, filling))

@@ -264,6 +264,18 @@ def test_host_memory_stays_for_the_next_time(way: str, monkeypatch: pytest.Monke
     assert held() == 0
 
 
+def test_what_stays_of_a_move_in_inference_mode_can_be_written_to() -> None:
+    expected, training = train({}), Training()
+    limit, losses = training.module.set_memory_limit, [training.step(), training.step()]
+    with torch.inference_mode():  # as in validation
+        limit(SMALL // 2)
+        limit(keep_host_memory=True)
+    losses.append(training.step())
+    limit(SMALL // 2)
+    losses += [training.step() for _ in range(5)]
+    assert_as_if_nothing_had_happened((losses, training.close()), expected)
+
+
 def test_a_move_leaves_what_was_made_ahead_for_later() -> None:
     """Memory for optimizer states is made while the first plan is looked for, and a move comes before they do."""
     training = Training()
