@@ -309,8 +309,7 @@ class _Kept(NamedTuple):
 
 
 def _fill_with_zeros(tensor: Tensor) -> None:
-    with torch.inference_mode():  # in which it may have been made
-        tensor.zero_()
+    tensor.zero_()
 
 
 def _has_own_memory(tensor: Tensor) -> bool:
