@@ -67,11 +67,12 @@ class Run:
             job["precision"],
             job["clip"],
             job.get("optimizer", "adamw"),  # files from before have none
+            job.get("is_compiled", False),  # likewise
         )
 
     @property
     def title(self) -> str:
-        parameters, batch, seq, gpu, host, ranks, precision, clip, optimizer = self.case
+        parameters, batch, seq, gpu, host, ranks, precision, clip, optimizer, is_compiled = self.case
         parts = [f"{parameters / 1e9:.1f}B, {batch} x {seq}"]
         parts += [f"{ranks} GPUs"] if ranks > 1 else []
         parts += [f"{gpu / GIB:.0f} GiB of GPU" if gpu else "whole GPU"]
@@ -79,6 +80,7 @@ class Run:
         parts += [precision] if precision != "bf16" else []
         parts += [f"clipped to {clip:g}"] if clip else []
         parts += [optimizer.capitalize()] if optimizer != "adamw" else []
+        parts += ["blocks compiled"] if is_compiled else []
         return ", ".join(parts)
 
     @property
