@@ -7,7 +7,7 @@ reads and writes, masters and moments of Adam that no update sends to the device
 of all, and a driver locks for one process after the other, while its other calls wait (without them four ranks built a
 model of 30e9 parameters in 15 s, with masters locked in 20, with moments too in 24: seen). Memory is made for the plan
 in force; what the next one does not need is given back. To unlock and give back what chunks leave takes nearly as long
-as to copy them, so threads do that as well. Who gives a device's memory back again and again may have it stay instead
+as to copy them, so threads do that as well. Where a device's memory is given back again and again it may stay instead
 (`keep`): the next time it is there, and locked. Threads fill it with zeros meanwhile: on the way, that took a fifth of
 the time.
 
@@ -223,14 +223,15 @@ class HostMemory:
         self._freeing.append(self._worker.submit(tensors.clear))
 
     def keep(self, tensors: list[Tensor], most_bytes: int) -> None:
-        """As `free`, but those that nothing else refers to stay for who asks for their size next, until `let_go`.
+        """As `free`, but those that nothing else refers to stay, for the next call that asks for their size, until
+        `let_go`.
 
         Args:
             tensors: Emptied. From `zeros`, and no device reads them any more.
             most_bytes: What may stay, with what has stayed before, of which as much goes as is more.
         """
         others, alone = list[Tensor](), torch.empty(0)
-        # How many references a call adds depends on who calls: Python, or a hook of the compiler's.
+        # A call adds one more reference while the compiler's hook is set than without it.
         least = sys.getrefcount(alone)
         with self._lock:
             room = most_bytes - self._kept_bytes()
@@ -275,12 +276,11 @@ class HostMemory:
             self._kept.clear()
         if tensors:
             self.free(tensors)
-        while self._freeing:
-            self._freeing.pop().join()
+        self.settle()
         self.drop()
 
     def _rest(self) -> None:
-        """But for threads that fill what stays: nobody waits for that."""
+        """End the threads, unless they still fill what stays: that is not waited for."""
         if not all(kept.filling.is_over() for of_size in self._kept.values() for kept in of_size):
             return
         self._worker.rest()

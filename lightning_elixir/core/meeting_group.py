@@ -36,7 +36,7 @@ class Host(Protocol):
 
 
 class MeetingGroup(dist.ProcessGroup):
-    """A group along one axis, for torch. One rank alone has nobody to meet.
+    """A group along one axis, for torch. With one rank alone there is nothing to exchange.
 
     Args:
         own: The same ranks; what collectives go over while there is no host.
