@@ -132,6 +132,7 @@ CASES = {
     "llama_compiled_8": replace(_LLAMA, batch=8, is_compiled=True),
     "gpt_no_autocast": replace(_GPT, autocast=False),
     "two_gpt_16": replace(_GPT, batch=8, gpu_limit=16 * GIB, devices=2),
+    "two_gpt": replace(_GPT, devices=2),
     "two_llama_24": replace(_LLAMA, gpu_limit=24 * GIB, devices=2),
     "two_llama_24_clip": replace(_LLAMA, gpu_limit=24 * GIB, clip=1e6, devices=2),
     "two_llama_24_clip_each": replace(_LLAMA, gpu_limit=24 * GIB, clip=1e-3, num_steps=16, devices=2),

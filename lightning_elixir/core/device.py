@@ -295,6 +295,7 @@ class CudaDevice:
     """
 
     def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
+        _have_segments_expand(device)
         self.torch_device = device
         self.is_synchronous = False
         self.fetch_lane: Lane = _CudaLane(device)
@@ -386,6 +387,26 @@ class CudaDevice:
         stats = torch.cuda.memory.memory_stats_as_nested_dict(self.torch_device)
         counts: dict[str, int] = stats["allocated_bytes"]["all"]
         return counts
+
+
+def _have_segments_expand(device: torch.device) -> None:
+    """Have torch's allocator, which is one for the process, grow its segments page by page, unless the user has said
+    how it shall get memory. A plan fills the device to the last gigabytes, and with segments of fixed sizes there were
+    up to 5 GiB in gaps that no tensor fitted into (experts of 768 MiB, two H200s; 0 to 3 GiB, all of it between
+    tensors that come and go, with segments that grow)."""
+    chosen = torch._C._accelerator_getAllocatorSettings()
+    if torch.version.cuda is None or "expandable_segments" in chosen:
+        return
+    kept = f"{chosen}," if chosen else ""
+    torch._C._accelerator_setAllocatorSettings(f"{kept}expandable_segments:True")
+    try:
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool(), device):  # where no segment is there yet
+            torch.empty(1, device=device)
+    except torch.OutOfMemoryError:
+        return  # of which others tell
+    except RuntimeError as error:  # some virtual machines and drivers cannot map memory
+        torch._C._accelerator_setAllocatorSettings(f"{kept}expandable_segments:False")
+        log.info("segments of device memory keep their sizes: the driver cannot let them grow (%s)", error)
 
 
 _TOUCH_STRIDE = 512

@@ -1,8 +1,9 @@
 """Bytes of a placement, by kind, of one rank.
 
 Per parameter: compute shard, gradient shard, master (beside 16 bits only) and states, divided by the ranks. Beside that
-rCache blocks, `GRAD_BLOCKS` gradient blocks (one collects while another is reduced; one more for each further dtype),
-on the device what is persistent, and on the host staging buffers where gradients are added up and buffers for NVMe.
+rCache blocks, `GRAD_BLOCKS` gradient blocks (one collects while another is reduced; one more for each further dtype,
+and with several ranks), on the device what is persistent, and on the host staging buffers where gradients are added up
+and buffers for NVMe.
 """
 
 from __future__ import annotations
@@ -392,9 +393,15 @@ class Scheme:
         return self.shard_numel(chunk) * self.data_bytes[chunk.dtype].compute
 
     def grad_block_bytes(self, chunks: Sequence[ChunkSpec]) -> int:
-        """The blocks that gradients are gathered in."""
-        largest = sorted([c.nbytes for c in chunks if c.requires_grad], reverse=True)[: num_grad_blocks(chunks)]
-        return sum(max(self.block_bytes, nbytes) for nbytes in largest)
+        """The blocks that gradients are gathered in. Of several ranks one may be a chunk ahead of the others, so that a
+        further block waits for them (seen: two H200s, experts of 768 MiB); and there are the slices that they reduce
+        and send to the host."""
+        trained = [c for c in chunks if c.requires_grad]
+        count = num_grad_blocks(chunks) + (self.world_size > 1)
+        largest = sorted((c.nbytes for c in trained), reverse=True)[:count]
+        sent = [c for c in trained if c.optim_tier is not Tier.GPU and self.num_sharing(c) > 1]
+        slices = sorted((c.nbytes // self.num_sharing(c) for c in sent), reverse=True)[:GRAD_BLOCKS]
+        return sum(max(self.block_bytes, nbytes) for nbytes in largest) + sum(slices)
 
 
 @dataclass(frozen=True)

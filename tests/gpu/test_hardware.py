@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,32 @@ def test_host_memory_is_page_locked() -> None:
     device = make_device()
     bench = Workbench(device, SoloComm(), Stopwatch(device, SoloComm(), 0.01), 4 * MIB, 1)
     assert bench._host.is_pinned()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "grows"),
+    [("", True), ("max_split_size_mb:512", True), ("expandable_segments:False", False)],
+)
+def test_device_memory_comes_in_segments_that_grow_unless_the_user_has_chosen(chosen: str, grows: bool) -> None:
+    program = """
+import torch
+from lightning_elixir.core.device import make_device
+device = make_device("cuda")
+held = [torch.empty(2**22, device="cuda"), torch.empty(0, device="cuda")]
+device.allocate(held[1].untyped_storage(), 2**24)
+print(torch._C._accelerator_getAllocatorSettings())
+print(*{segment["is_expandable"] for segment in torch.cuda.memory_snapshot()})
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment | ({"PYTORCH_CUDA_ALLOC_CONF": chosen} if chosen else {}),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    wanted = f"{chosen},expandable_segments:True".lstrip(",") if grows else chosen
+    assert done.stdout.splitlines() == [wanted, str(grows)]
 
 
 def test_leaves_no_memory_behind(spec: HardwareSpec, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_on_two_ranks() -> None:
 
 
 def on_ranks() -> None:
-    callback = Limits({1: {"gpu": SMALL}, 3: {"keep_host_memory": True}})
+    callback = Limits({1: {"gpu": SMALL + 24 * 1024}, 3: {"keep_host_memory": True}})
     _, _, expected = fit("ddp", Net, devices=2)
     _, _, actual = fit(ElixirStrategy(**CHUNK), Net, devices=2, callbacks=[callback])
     assert [loss.item() for loss in actual.losses] == [loss.item() for loss in expected.losses]

@@ -263,7 +263,8 @@ def test_bytes_of_mixed_precision_on_two_ranks() -> None:
     expected = {
         "gpu_param_bytes": 2 * 1024 * 2 + 2 * half * 2,  # two replicas, two shards
         "gpu_state_bytes": 3 * half * 12,
-        "gpu_grad_bytes": 3 * half * 2 + 2 * 1024 * 2,  # shards, and two blocks
+        # Shards; two blocks and one that waits for the other rank; a slice on its way to the host.
+        "gpu_grad_bytes": 3 * half * 2 + 3 * 1024 * 2 + half * 2,
         "rcache_bytes": 1024 * 2,
         "host_param_bytes": 0,
         "host_state_bytes": half * 12,
@@ -304,7 +305,10 @@ def account(plan: Plan, data: Mapping[str, ModelDataBytes], other: int) -> tuple
                 host += states + grad
     grad_blocks = sorted((max(plan.block_bytes, c.nbytes) for c in plan.chunks if c.requires_grad), reverse=True)
     num_kinds = len({c.dtype for c in plan.chunks if c.requires_grad})  # each fills up a block of its own
-    gpu += sum(grad_blocks[: 1 + max(1, num_kinds)])
+    gpu += sum(grad_blocks[: 1 + max(1, num_kinds) + (world > 1)])  # one waits for other ranks
+    if world > 1:  # slices on their way to the host
+        sent = (c.nbytes // world for c in plan.chunks if c.requires_grad and c.optim_tier is not Tier.GPU)
+        gpu += sum(sorted(sent, reverse=True)[:2])
     return gpu + grads, gpu, host
 
 
