@@ -9,6 +9,7 @@ that storage. Therefore no `record_stream`. On a CPU device everything is synchr
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import Iterator
@@ -390,11 +391,11 @@ class CudaDevice:
 
 
 def _have_segments_expand(device: torch.device) -> None:
-    """Have torch's allocator, which is one for the process, grow its segments page by page, unless the user has said
-    how it shall get memory. A plan fills the device to the last gigabytes, and with segments of fixed sizes there were
+    """Have torch's allocator, which is one for the process, grow its segments page by page, unless the environment says
+    otherwise. A plan fills the device to the last gigabytes, and with segments of fixed sizes there were
     up to 5 GiB in gaps that no tensor fitted into (experts of 768 MiB, two H200s; 0 to 3 GiB, all of it between
     tensors that come and go, with segments that grow)."""
-    chosen = torch._C._accelerator_getAllocatorSettings()
+    chosen = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""  # torch's own
     if torch.version.cuda is None or "expandable_segments" in chosen:
         return
     kept = f"{chosen}," if chosen else ""

@@ -76,7 +76,6 @@ from lightning_elixir.core.device import make_device
 device = make_device("cuda")
 held = [torch.empty(2**22, device="cuda"), torch.empty(0, device="cuda")]
 device.allocate(held[1].untyped_storage(), 2**24)
-print(torch._C._accelerator_getAllocatorSettings())
 print(*{segment["is_expandable"] for segment in torch.cuda.memory_snapshot()})
 """
     environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
@@ -87,8 +86,7 @@ print(*{segment["is_expandable"] for segment in torch.cuda.memory_snapshot()})
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    wanted = f"{chosen},expandable_segments:True".lstrip(",") if grows else chosen
-    assert done.stdout.splitlines() == [wanted, str(grows)]
+    assert done.stdout.split() == [str(grows)]
 
 
 def test_leaves_no_memory_behind(spec: HardwareSpec, tmp_path: Path) -> None:
