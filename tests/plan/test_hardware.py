@@ -93,6 +93,18 @@ def test_a_faster_host_takes_nothing_from_the_stream() -> None:
     assert fast.streamed_beside(fast.cpu_adam_numel_per_s) == HardwareSpec.nominal().streamed_adam_numel_per_s
 
 
+@pytest.mark.parametrize(("num_ranks", "num_nodes", "of_memory"), [(1, 1, 0.5), (2, 2, 0.5), (2, 1, 1.0), (4, 2, 1.0)])
+def test_updates_of_several_ranks_are_faster_in_turns_and_their_memory_is_not(
+    num_ranks: int, num_nodes: int, of_memory: float
+) -> None:
+    machine = replace(HardwareSpec.nominal(), host_bytes_per_s=100e9, world_size=num_ranks, num_nodes=num_nodes)
+    fast, slow = machine.with_host_slower(0.5), machine.with_host_slower(2.0)
+    assert fast.cpu_adam_numel_per_s == pytest.approx(2e9)
+    assert fast.host_bytes_per_s == pytest.approx(100e9 / of_memory)
+    assert fast.joint_adam_numel_per_s == pytest.approx(2e9 / of_memory)
+    assert (slow.cpu_adam_numel_per_s, slow.host_bytes_per_s) == pytest.approx((0.5e9, 50e9))
+
+
 # The whole profile
 
 
