@@ -17,6 +17,7 @@ from lightning_elixir.plan.describe import (
 from lightning_elixir.plan.sharding import sharding_note
 from lightning_elixir.plan.types import DTYPE_BYTES, Plan, StepTimes
 from lightning_elixir.plan.units import format_bytes, format_seconds
+from lightning_elixir.plan.weighing import weighing_lines
 
 MARGIN_TEXT = "left to the allocator and to larger batches"
 _PARTS = (
@@ -59,6 +60,9 @@ def explain(plan: Plan) -> str:
             f" {format_bytes(cut)} of the {format_bytes(sum(c.nbytes for c in plan.chunks))} of parameters that a rank"
             " computes with are its parts of cut ones"
         )
+    why, *ways = weighing_lines(plan) or ("",)
+    if why:
+        lines += [f"  sizes of parallel patterns: {why}", *(f"    {way}" for way in ways)]
     updates = describe_updates(plan)
     if updates:
         lines.append(f"  updates of states beside the GPU run {updates}")

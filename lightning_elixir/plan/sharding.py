@@ -88,12 +88,6 @@ def best_sharding(make: Callable[[Mesh], Plan], meshes: Sequence[Mesh]) -> Plan:
     return replace(best, notes={**best.notes, NOTE: "; ".join(told)})
 
 
-def with_note_of(plan: Plan, earlier: Plan) -> Plan:
-    """A new placement of a plan's chunks, with what that one says of how its ranks share them."""
-    note = earlier.notes.get(NOTE)
-    return plan if note is None else replace(plan, notes={**plan.notes, NOTE: note})
-
-
 def step_seconds(plan: Plan) -> float:
     """Predicted; 0 without a prediction."""
     return 0.0 if plan.forecast is None else plan.forecast.times.total_s

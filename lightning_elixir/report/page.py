@@ -18,6 +18,7 @@ from lightning_elixir.plan.describe import (
 from lightning_elixir.plan.sharding import sharding_note
 from lightning_elixir.plan.simulator.timeline import is_time_known
 from lightning_elixir.plan.units import format_bytes
+from lightning_elixir.plan.weighing import weighing_lines
 from lightning_elixir.report.chunk_picture import chunk_picture
 from lightning_elixir.report.data import ReportData
 from lightning_elixir.report.markup import Markup, element, format_amount, format_seconds, joined
@@ -55,6 +56,7 @@ def render_report(data: ReportData) -> str:
         _cards(data),
         _binding(data),
         _sharding(data),
+        _weighing(data),
         *(element("p", f"Assumed: {remark}", class_="soft") for remark in data.remarks),
         _not_predicted(data),
         *_pictures(data),
@@ -127,6 +129,19 @@ def _sharding(data: ReportData) -> Markup:
     """Who shares what; nothing where that goes without saying."""
     note = sharding_note(data.plan)
     return element("p", element("b", "Ranks: "), note) if note else Markup("")
+
+
+def _weighing(data: ReportData) -> Markup:
+    """Which sizes of parallel patterns were chosen, and why; nothing where there was no choice."""
+    lines = weighing_lines(data.plan)
+    if not lines:
+        return Markup("")
+    why, *ways = lines
+    return element(
+        "div",
+        element("p", element("b", "Parallel patterns: "), why),
+        element("ul", *(element("li", way) for way in ways)),
+    )
 
 
 def _not_predicted(data: ReportData) -> Markup:

@@ -27,7 +27,7 @@ def check_lightnings_averages(trainer: Trainer, config: ElixirConfig) -> None:
         PlanError: They copy the model as its author builds it, and with parallel patterns a rank's weights are parts.
     """
     sizes = {axis: getattr(config, f"{axis}_parallel_size") for axis in AXES}
-    said = " and ".join(f"{axis}_parallel_size={size}" for axis, size in sizes.items() if size > 1)
+    said = " and ".join(f"{axis}_parallel_size={size}" for axis, size in sizes.items() if size != 1)
     keys = [key.__name__ if isinstance(key, type) else repr(key) for key in config.patterns or ()]
     of_patterns = f" (patterns for {first_names(keys)})" if keys else ""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

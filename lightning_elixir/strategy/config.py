@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -23,6 +23,7 @@ from lightning_elixir.plan.selection import Entry, entries_of
 from lightning_elixir.plan.sharding import Sharding, check_sharding, meshes_of
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.plan.units import check_fraction, option_bytes
+from lightning_elixir.plan.weighing import ParallelSize, meshes_to_weigh
 
 PolicyName = Literal["auto", "cpu", "cuda", "const", "static"]
 TimingName = Literal["auto", "after_backward", "behind_forward", "inside_backward"]
@@ -93,8 +94,8 @@ class ElixirConfig(LossScaling):
     async_save: bool = field(default=False, compare=False)
     reduce_dtype: torch.dtype | str | None = None
     use_fused_kernels: FusedChoice = False
-    tensor_parallel_size: int = 1
-    expert_parallel_size: int = 1
+    tensor_parallel_size: ParallelSize = 1
+    expert_parallel_size: ParallelSize = 1
     patterns: PatternsOption = None
     sharding: Sharding = "world"
     init_step: bool = False
@@ -152,8 +153,8 @@ class ElixirConfig(LossScaling):
         check_sharding(self.sharding)
         for name in ("tensor_parallel_size", "expert_parallel_size"):
             size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise PlanError(f"{name} must be a number of ranks, at least 1, got {size!r}")
+            if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise PlanError(f"{name} must be a number of ranks, at least 1, or 'auto', got {size!r}")
         if self.use_fused_kernels is True and self.fused_choice is False:
             raise PlanError(
                 "use_fused_kernels=True cannot be had with tensor_parallel_size or expert_parallel_size: fused"
@@ -172,7 +173,7 @@ class ElixirConfig(LossScaling):
                 raise PlanError(f"patterns: {key!r} must have a ParallelPattern, got {pattern!r:.60}{hint}")
             if pattern.axis not in AXES:
                 raise PlanError(f"patterns: {pattern!r} is for an axis {pattern.axis!r}; there are {', '.join(AXES)}")
-        if self.expert_parallel_size > 1:
+        if self.expert_parallel_size not in (1, "auto"):
             self.check_pattern_along("expert")
 
     def check_pattern_along(self, axis: str) -> None:
@@ -205,14 +206,52 @@ class ElixirConfig(LossScaling):
         return self.use_fused_kernels is False and self.tensor_parallel_size == self.expert_parallel_size == 1
 
     def mesh(self, world_size: int) -> Mesh:
-        """How so many ranks stand to each other.
+        """How so many ranks stand to each other; a size that is still to be chosen counts as 1.
 
         Raises:
             PlanError: They do not make up a box of these sizes.
         """
-        mesh = Mesh(world_size, self.tensor_parallel_size, self.expert_parallel_size)
+        sizes = (self.tensor_parallel_size, self.expert_parallel_size)
+        mesh = Mesh(world_size, *(1 if size == "auto" else size for size in sizes))
         mesh.check()
         return mesh
+
+    @property
+    def has_open_sizes(self) -> bool:
+        """Whether sizes of parallel patterns are still to be chosen."""
+        return "auto" in (self.tensor_parallel_size, self.expert_parallel_size)
+
+    def with_sizes_of(self, mesh: Mesh) -> ElixirConfig:
+        """The same with this mesh's sizes where they were to be chosen.
+
+        Raises:
+            PlanError: No given pattern is for one of them.
+        """
+        return replace(
+            self,
+            tensor_parallel_size=mesh.tensor if self.tensor_parallel_size == "auto" else self.tensor_parallel_size,
+            expert_parallel_size=mesh.expert if self.expert_parallel_size == "auto" else self.expert_parallel_size,
+        )
+
+    def as_chosen(self, mesh: Mesh) -> ElixirConfig:
+        """The same with all that was chosen by weighing: a mesh's sizes, and where `sharding` is "auto" its copies."""
+        settled = self.with_sizes_of(mesh)
+        if self.sharding != "auto":
+            return settled
+        return replace(settled, sharding="node" if mesh.copies > 1 else "world")
+
+    def with_choices_of(self, earlier: ElixirConfig) -> ElixirConfig:
+        """The same with what was chosen for an earlier run of the same options."""
+        return replace(
+            self,
+            tensor_parallel_size=earlier.tensor_parallel_size,
+            expert_parallel_size=earlier.expert_parallel_size,
+            sharding=earlier.sharding,
+        )
+
+    def meshes_to_weigh(self, world_size: int, num_nodes: int) -> tuple[Mesh, ...]:
+        """What sizes that are to be chosen may be; the first has 1 in their place."""
+        return meshes_to_weigh(world_size, num_nodes, self.tensor_parallel_size, self.expert_parallel_size)
 
     def meshes(self, world_size: int, num_nodes: int) -> tuple[Mesh, ...]:
         """How they may share the parameters, by `sharding`; of several the plan finds the best.

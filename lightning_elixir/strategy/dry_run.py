@@ -109,7 +109,7 @@ def _profile_or_reason(
 ) -> tuple[MemoryProfile | None, str]:
     """What `run` gives, unnoticed by the user's code; without a profile, why there is none."""
     try:
-        with _unnoticed(module, args):
+        with unnoticed(module, args):
             return run(), ""
     except (Exception, SystemExit) as error:
         return None, _why(error.__cause__ or error)
@@ -348,7 +348,7 @@ def _gathering(world_size: int) -> Callable[..., Any]:
 
 
 @contextmanager
-def _unnoticed(module: LightningModule, args: Sequence[Any]) -> Iterator[None]:
+def unnoticed(module: LightningModule, args: Sequence[Any]) -> Iterator[None]:
     """What happens inside leaves no trace in the process; what is compiled runs as it is."""
     kinds = sorted({type(one).__name__ for one in used_iterators(module)})
     if kinds:

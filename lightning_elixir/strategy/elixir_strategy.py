@@ -40,23 +40,27 @@ from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.memory_limits import change_limits
 from lightning_elixir.patterns.placed import placed_modules
+from lightning_elixir.plan.ignored import ignored_in_fp32
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan
+from lightning_elixir.profiling.blocks import blocks_of
 from lightning_elixir.runtime.averages import Average, Averages
 from lightning_elixir.strategy.averaging import check_lightnings_averages, tell_of_averaging
 from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler, without_compiler
 from lightning_elixir.strategy.device_meshes import MeshAccess
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.engine_strategy import EngineStrategy, move_metrics
-from lightning_elixir.strategy.fit_run import FitRun, accumulates_gradients, count_averages
+from lightning_elixir.strategy.first_batch import likely_batch
+from lightning_elixir.strategy.fit_run import FitRun, accumulates_gradients, count_averages, step_without_values
 from lightning_elixir.strategy.graceful_stop import GracefulStop
 from lightning_elixir.strategy.limited_handle import LimitedHandle
 from lightning_elixir.strategy.machine_figures import MachineFigures
 from lightning_elixir.strategy.model_init import built_by_first_rank, make_for_loading, meta_parameter_names
 from lightning_elixir.strategy.oom_retry import RepeatableStep
 from lightning_elixir.strategy.pattern_setup import take_dtensors_over
+from lightning_elixir.strategy.pattern_sizes import Step
 from lightning_elixir.strategy.precision import (
     ElixirPrecision,
     elixir_precision,
@@ -249,6 +253,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     def _obtain_engine(self, module: LightningModule, is_training: bool) -> ElixirModule:
         """The engine of an earlier run, if it serves; else a new one."""
         compile_by_blocks(module, self._compiler)
+        self._settle_sizes(module, self._planner, partial(self._step_of, module), is_training=is_training)
         options = self._build_options()
         handle = EngineHandle.of(module)
         if handle is not None and not handle.can_be_kept(options):
@@ -260,6 +265,16 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
             is_loaded = self._sharded.is_model_awaited
             handle = self._build(module, self._planner(), is_training=is_training, is_loaded=is_loaded)
         return handle.engine
+
+    def _step_of(self, module: LightningModule, planner: Planner) -> Step:
+        """A training step of the module as it is when this is called, without values."""
+        if next(placed_modules(module), None) is not None:
+            raise PlanError("parallelize_module() has cut the model, whose DTensors need values")
+        self.optimizers, self.lr_scheduler_configs = [], []  # those of an earlier fit are over other parameters
+        batch, left_out = likely_batch(module), planner.ignored(module)
+        kept = planner.kept_fp32(module) | ignored_in_fp32(left_out)
+        blocks = blocks_of(module, planner.config.placement_request().activations)
+        return lambda: step_without_values(module, batch, 0, planner, kept, blocks)
 
     def _regime_of(self, trainer: Trainer) -> TrainingRegime:
         """What training is like, as far as that is known without the optimizer."""

@@ -55,6 +55,8 @@ class EngineHandle:
         self.budget = budget
         self.limits = MemoryLimits()
         """What the user has said since, in the place of the options."""
+        self.given: ElixirConfig = options.config
+        """The user's options, in which sizes of parallel patterns may be open that `options` has."""
         self.kept = KeptPlans()
         """What came of limits that the user has set."""
         self.skeleton = skeleton

@@ -32,6 +32,7 @@ from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.plan.units import format_seconds
+from lightning_elixir.plan.weighing import NOTE, Choice, weighing_lines
 from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.storage.nvme import is_in_memory
 from lightning_elixir.strategy.device_meshes import MeshAccess, mesh_of
@@ -39,7 +40,14 @@ from lightning_elixir.strategy.engine_handle import BuildOptions, EngineHandle
 from lightning_elixir.strategy.machine_figures import MachineFigures
 from lightning_elixir.strategy.model_init import materialise, skeleton_of
 from lightning_elixir.strategy.options import StrategyOptions
-from lightning_elixir.strategy.pattern_setup import check_mesh, fused_choice, put_patterns_in, take_dtensors_over
+from lightning_elixir.strategy.pattern_setup import (
+    check_mesh,
+    fused_choice,
+    put_patterns_in,
+    take_dtensors_over,
+    tell_of_idle_patterns,
+)
+from lightning_elixir.strategy.pattern_sizes import Step, choose_sizes
 from lightning_elixir.strategy.precision import ElixirPrecision
 from lightning_elixir.strategy.sharded_checkpoints import ShardedCheckpoints
 from lightning_elixir.strategy.shared_plans import ALONE, Neighbours, Planner, disk_options, host_bytes_of
@@ -57,6 +65,8 @@ class EngineStrategy(StrategyOptions, ABC):
     """Builds engines, wraps optimizers, writes files. To be mixed into a `ParallelStrategy`, before it."""
 
     def _begin(self) -> None:
+        self._given_config = self._config  # in which sizes of patterns may be open that are chosen for a run
+        self._choice: Choice | None = None
         self._figures: MachineFigures | None = None
         self._threads: ThreadPlan | None = None
         self._is_timing_told = False
@@ -66,6 +76,8 @@ class EngineStrategy(StrategyOptions, ABC):
     def _without_run(self) -> dict[str, Any]:
         """What a copy has, also a pickled one, in the place of what belongs to a run."""
         return {
+            "_config": self._given_config,
+            "_choice": None,
             "_figures": None,
             "_device_mesh": None,
             "_comm": SoloComm(),  # until it runs
@@ -103,6 +115,7 @@ class EngineStrategy(StrategyOptions, ABC):
         self._sharded.close()  # what was restored between two runs
         self._threads = thread_plan(self.local_rank, max(1, self.num_processes))
         apply_threads(self._threads)
+        self._config, self._choice = self._given_config, None
         run_together(self._comm, self._check_options)  # before the model takes memory
         self._device_mesh = self._new_mesh_access()
         run_together(self._comm, self._check_files if self._comm.rank == 0 else lambda: None)
@@ -120,6 +133,11 @@ class EngineStrategy(StrategyOptions, ABC):
         return MeshAccess(partial(self._new_device_mesh, mesh))
 
     def _new_device_mesh(self, mesh: Mesh) -> DeviceMesh:
+        if self._config.tensor_parallel_size == "auto":
+            raise PlanError(
+                "device_mesh is used while tensor_parallel_size='auto' is still to be chosen, which takes the whole"
+                " model: give the number of ranks, or patterns instead of parallelize_module()"
+            )
         reference = weakref.WeakMethod(self._hear)
 
         def meet() -> None:
@@ -135,7 +153,16 @@ class EngineStrategy(StrategyOptions, ABC):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks of one tensor-parallel group get the same data."""
+        """Ranks of one tensor-parallel group get the same data.
+
+        Raises:
+            PlanError: How many these are is still to be chosen.
+        """
+        if self._config.tensor_parallel_size == "auto":
+            raise PlanError(
+                "which ranks share batches depends on tensor_parallel_size='auto', which is chosen when the model is"
+                " set up: set up loaders after that (Fabric: setup() before setup_dataloaders()), or give a number"
+            )
         of_ranks = super().distributed_sampler_kwargs
         mesh = self._config.mesh(of_ranks["num_replicas"])
         return {"num_replicas": mesh.num_batches, "rank": mesh.batch_of(of_ranks["rank"])}
@@ -143,6 +170,7 @@ class EngineStrategy(StrategyOptions, ABC):
     def _check_options(self) -> None:
         """Whether so many ranks can train as the options say. On every rank."""
         self.check_number()
+        self._take_known_sizes()
         check_mesh(self._config, self._comm.world_size, self.num_nodes)
 
     def _check_files(self) -> None:
@@ -162,7 +190,47 @@ class EngineStrategy(StrategyOptions, ABC):
         if is_in_memory(folder):
             log.warning("nvme_offload_dir: %s is in memory itself, so that nothing is gained by it", folder)
 
+    def _take_known_sizes(self) -> None:
+        """Sizes that were left open and that nothing is to be weighed for: those of a given plan, or of one rank."""
+        given = self._config.given_plan()
+        possible = self._config.meshes_to_weigh(self._comm.world_size, self.num_nodes)
+        if given is not None or len(possible) == 1:
+            self._config = self._config.with_sizes_of(possible[0] if given is None else given.mesh)
+
     # Building
+
+    def _settle_sizes(
+        self,
+        module: nn.Module,
+        planner: Callable[[], Planner],
+        foresee: Callable[[Planner], Step],
+        *,
+        is_training: bool,
+    ) -> None:
+        """Choose the sizes of parallel patterns that are open, before an engine is built or kept. Collective.
+
+        Args:
+            module: As the user built it, or in an engine, which is dissolved if it cannot be kept.
+            planner: Makes one.
+            foresee: What a step of the module does; raises `PlanError` if that cannot be told.
+            is_training: Without a fit, ranks share as little as may be, or as the engine that there is has it.
+        """
+        if not self._config.has_open_sizes:
+            return
+        asked, handle = self._config, EngineHandle.of(module)
+        if handle is not None:
+            is_settled = not is_training or weighing_lines(handle.engine.plan) != ()
+            if is_settled and handle.given == self._given_config:
+                self._config = asked.with_choices_of(handle.options.config)
+                if handle.can_be_kept(self._build_options()):
+                    return
+            handle.dissolve()
+        meshes, making = asked.meshes_to_weigh(self._comm.world_size, self.num_nodes), planner()
+        self._config = asked.with_sizes_of(meshes[0])  # also for code that asks meanwhile
+        if not is_training:
+            return
+        self._choice = choose_sizes(module, making, meshes, self.root_device, lambda: foresee(making))
+        self._config = asked.as_chosen(self._choice.mesh) if self._choice.ways else self._config
 
     def _find_figures(self, *, is_training: bool) -> MachineFigures:
         """What the machine can do, as far as that costs nothing. Collective."""
@@ -223,6 +291,8 @@ class EngineStrategy(StrategyOptions, ABC):
         kept = run_together(self._comm, lambda: planner.kept_fp32(module))
         plugin.convert_module(module, kept, [p.fqn for p in left_out])
         planner.check_model(module, is_training=is_training)
+        if self._comm.rank == 0:
+            tell_of_idle_patterns(self._given_config)
         limits = limits or MemoryLimits()
         budget = planner.budget(host_bytes_of(module), limits=limits)
         run_together(self._comm, lambda: put_patterns_in(module, config, self._comm))
@@ -230,6 +300,8 @@ class EngineStrategy(StrategyOptions, ABC):
         fused = fused_choice(module, config)
         with run_together(self._comm, lambda: fuse(module, fused, self.root_device)):
             plan, is_final = planner.first_plan(module, budget, is_training=is_training)
+            if self._choice is not None:
+                plan, self._choice = replace(plan, notes={**plan.notes, NOTE: self._choice.note}), None
             skeleton, disk = skeleton_of(module), disk_options(config)
             started_s = time.perf_counter()
             engine = ElixirModule(
@@ -252,7 +324,7 @@ class EngineStrategy(StrategyOptions, ABC):
             )
         log.info("%d chunks were built in %s", len(plan.chunks), format_seconds(time.perf_counter() - started_s))
         handle = EngineHandle(engine, self._build_options(), budget, skeleton, is_warm=is_final)
-        handle.limits = limits
+        handle.limits, handle.given = limits, self._given_config
         handle.attach()
         return handle
 

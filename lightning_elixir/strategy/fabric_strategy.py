@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ from lightning_elixir.strategy.fabric_optimizer import SteppedByFabric, point_to
 from lightning_elixir.strategy.fabric_precision import FabricElixirPrecision, fabric_precision
 from lightning_elixir.strategy.fabric_run import FabricRun, ModelShare
 from lightning_elixir.strategy.model_init import give_meta_buffers_memory, made_by_first_rank
+from lightning_elixir.strategy.pattern_sizes import Step
 from lightning_elixir.strategy.processes import PreparedStart
 from lightning_elixir.strategy.regimes import base_regime, fit_regime
 from lightning_elixir.strategy.shared_plans import Planner, wanted_bytes
@@ -53,6 +55,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
+
+
+def _no_step(planner: Planner) -> Step:
+    raise PlanError("under Fabric the training step is a loop of the user's")
 
 
 class _Parallel(FabricParallelStrategy):
@@ -288,7 +294,10 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
             give_meta_buffers_memory(module)
         move_metrics(module, self.root_device, is_fresh=True)
         share = ModelShare(wanted_bytes(module), lambda: self._runs)
-        planner = self._planner(share, is_training=is_training)
+        make_planner = partial(self._planner, share, is_training=is_training)
+        if is_training:  # one that is not leaves them open, which counts as 1
+            self._settle_sizes(module, make_planner, _no_step, is_training=True)
+        planner = make_planner()
         earlier = self._runs
         try:
             handle = self._build(

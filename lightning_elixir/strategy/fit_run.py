@@ -17,6 +17,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.memory_limits import keep_within
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.patterns.placed import placed_modules
+from lightning_elixir.plan.activations import ModelBlock
 from lightning_elixir.plan.ignored import ignored_in_fp32
 from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile
@@ -54,6 +55,46 @@ def _most_backwards(trainer: Trainer) -> int:
 def count_averages(trainer: Trainer) -> int:
     """How many averages of the weights callbacks of ours keep."""
     return sum(isinstance(callback, ElixirWeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def loss_of(trainer: Trainer, output: Any) -> Tensor | None:
+    """The loss that Lightning makes from what a training step returns."""
+    make = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls.from_training_step_output
+    return make(output, trainer.accumulate_grad_batches).closure_loss
+
+
+def step_without_values(
+    module: LightningModule,
+    batch: Any,
+    batch_idx: int,
+    planner: Planner,
+    kept_fp32: frozenset[str],
+    blocks: Sequence[ModelBlock],
+) -> MemoryProfile:
+    """A dry run of one training step. Not collective.
+
+    Args:
+        module: In a fit.
+        batch: As `training_step` gets it.
+        batch_idx: Its number.
+        planner: Knows dtypes.
+        kept_fp32: Names of the parameters that are computed with in fp32.
+        blocks: Those of which the profile is to tell what they save.
+
+    Raises:
+        PlanError: The step does not run without values.
+        StateError: Training cannot go on after it.
+    """
+    trainer = module.trainer
+    return dry_run(
+        module,
+        tuple(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx).values()),
+        partial(loss_of, trainer) if module.automatic_optimization else None,
+        compute_dtype=planner.compute_dtype,
+        has_autocast=planner.has_autocast,
+        kept_fp32=kept_fp32,
+        blocks=[block.name for block in blocks],
+    )
 
 
 def _ends_with_this_step(trainer: Trainer) -> bool:
@@ -166,7 +207,7 @@ class FitRun:
 
     def backward(self, loss: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
         """Run `backward`; if memory runs out, the training step and then it a second time."""
-        return self._step.backward(loss, backward, self._loss_of)
+        return self._step.backward(loss, backward, partial(loss_of, self._trainer))
 
     def known_step(self) -> tuple[StepProfile | None, TrainingRegime]:
         """What a step does, if that is known, and what training is like now."""
@@ -177,20 +218,8 @@ class FitRun:
             # Torch keeps masks of DTensors from one operator to the next: one without values would stay for good.
             raise PlanError("parallelize_module() has cut the model, whose DTensors need values")
         plan = self._handle.engine.plan
-        return dry_run(
-            self._module,
-            tuple(self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx).values()),
-            self._loss_of if self._module.automatic_optimization else None,
-            compute_dtype=self._planner.compute_dtype,
-            has_autocast=self._planner.has_autocast,
-            kept_fp32=kept_in(plan) | ignored_in_fp32(plan.ignored),
-            blocks=[block.name for block in plan.activations],
-        )
-
-    def _loss_of(self, output: Any) -> Tensor | None:
-        """The loss that Lightning makes from what a training step returns."""
-        make = self._trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls.from_training_step_output
-        return make(output, self._trainer.accumulate_grad_batches).closure_loss
+        kept = kept_in(plan) | ignored_in_fp32(plan.ignored)
+        return step_without_values(self._module, batch, batch_idx, self._planner, kept, plan.activations)
 
     @property
     def plan(self) -> Plan:

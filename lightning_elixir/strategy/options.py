@@ -12,6 +12,7 @@ from lightning_elixir._lightning import Accelerator, CheckpointIO, ClusterEnviro
 from lightning_elixir.core.option_names import checks_option_names
 from lightning_elixir.fused import FusedChoice
 from lightning_elixir.plan.sharding import Sharding
+from lightning_elixir.plan.weighing import ParallelSize
 from lightning_elixir.strategy.config import (
     ActivationsOption,
     ElixirConfig,
@@ -65,8 +66,8 @@ class StrategyOptions(Processes):
         async_save: bool = False,
         reduce_dtype: torch.dtype | str | None = None,
         use_fused_kernels: FusedChoice = False,
-        tensor_parallel_size: int = 1,
-        expert_parallel_size: int = 1,
+        tensor_parallel_size: ParallelSize = 1,
+        expert_parallel_size: ParallelSize = 1,
         patterns: PatternsOption = None,
         sharding: Sharding = "world",
         init_step: bool = False,
@@ -166,9 +167,10 @@ class StrategyOptions(Processes):
                 "auto": where there are any; with True a model that has none is an error.
             tensor_parallel_size: Ranks between which single layers are cut; they have the same batch. What is cut, and
                 how, say `patterns`, torch's `parallelize_module` in `configure_model`, or else the model's own
-                `tp_plan` (transformers).
+                `tp_plan` (transformers). "auto": the size with the shortest predicted time for the same samples, of
+                those that fit; `plan.explain()` says why.
             expert_parallel_size: Ranks between which the experts of mixtures are spread; each has a batch of its own.
-                Likewise, by the model's own `ep_plan`.
+                Likewise, by the model's own `ep_plan`; "auto" too.
             patterns: How to share the work of which modules: a dict from names of modules (globs, such as
                 "*.experts") or classes to patterns of `lightning_elixir.patterns`. They cut nothing along an axis whose
                 size is 1, which is warned of. Default: the model's own.

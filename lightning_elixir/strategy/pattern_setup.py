@@ -18,7 +18,7 @@ from lightning_elixir.patterns.apply import put_in, take_out
 from lightning_elixir.patterns.cuts import cuts_of, whole_of
 from lightning_elixir.patterns.model_plans import own_patterns
 from lightning_elixir.patterns.placed import check_placed, placed_modules, take_over
-from lightning_elixir.plan.mesh import offsets_in_whole
+from lightning_elixir.plan.mesh import AXES, offsets_in_whole
 from lightning_elixir.runtime.sources import set_source, source_of
 from lightning_elixir.strategy.config import ElixirConfig
 
@@ -40,8 +40,8 @@ def check_mesh(config: ElixirConfig, world_size: int, num_nodes: int) -> None:
         )
 
 
-def _tell_of_idle(config: ElixirConfig) -> None:
-    """No error: one program may be run on one rank and on many."""
+def tell_of_idle_patterns(config: ElixirConfig) -> None:
+    """Warn of what was given for an axis of one rank. No error: one program may be run on one rank and on many."""
     for axis, keys in config.idle_patterns.items():
         log.warning(
             "patterns are given for %s, but %s_parallel_size is 1: every rank computes these modules whole. Give the"
@@ -67,7 +67,7 @@ def fused_choice(module: nn.Module, config: ElixirConfig) -> FusedChoice:
 
 
 def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None:
-    """Have a model's modules share their work, where the options say so; the same on every rank.
+    """Have a model's modules share their work, where the options say so; the same on every rank. Not collective.
 
     Args:
         module: As the user built it, and not in an engine.
@@ -77,8 +77,6 @@ def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None
     """
     mesh = config.mesh(comm.world_size)
     check_placed(module, mesh)
-    if comm.rank == 0:
-        _tell_of_idle(config)
     is_placed = next(placed_modules(module), None) is not None
     if compiled_regions(module) and (is_placed or not mesh.is_trivial):
         raise PlanError(
@@ -91,10 +89,11 @@ def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None
         take_out(module)  # those of an earlier run
         return
     patterns = config.patterns
-    if mesh.tensor > 1 and not is_placed:
-        config.check_pattern_along("tensor")
     if patterns is None:  # what parallelize_module() has done is not done again
         patterns = own_patterns(module, replace(mesh, tensor=1) if is_placed else mesh)
+    for axis in AXES:  # else its ranks would do the same
+        if mesh.size(axis) > 1 and config.patterns is not None and not (is_placed and axis == "tensor"):
+            config.check_pattern_along(axis)
     put_in(module, patterns, mesh, comm.rank)
     for parameter in module.parameters():
         cuts, whole = cuts_of(parameter), whole_of(parameter)

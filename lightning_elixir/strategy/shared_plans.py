@@ -38,10 +38,11 @@ from lightning_elixir.plan.placing.search import with_forecast
 from lightning_elixir.plan.prefixes import Prefix, with_names_of
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.sharding import best_sharding, with_note_of
+from lightning_elixir.plan.sharding import best_sharding, meshes_of
 from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, scheme_of, with_times
 from lightning_elixir.plan.types import ALIGN_NUMEL, Alternative, IgnoredParam, ParamSpec, Plan, UpdateTiming
 from lightning_elixir.plan.units import format_bytes
+from lightning_elixir.plan.weighing import with_notes_of
 from lightning_elixir.planning import (
     COMMON_SHARE,
     make_plan,
@@ -59,7 +60,7 @@ from lightning_elixir.storage.nvme import DiskOptions
 from lightning_elixir.strategy.config import ElixirConfig
 from lightning_elixir.strategy.machine_figures import MachineFigures
 from lightning_elixir.strategy.model_init import check_same_model
-from lightning_elixir.strategy.regimes import guessed_regime
+from lightning_elixir.strategy.regimes import guessed_regime, with_optimizer
 
 log = logging.getLogger(__name__)
 
@@ -198,6 +199,36 @@ class Planner:
                 else f"{type(model).__name__} has no parameters. Make layers in __init__ or configure_model"
             )
 
+    def weighed(
+        self, model: nn.Module, mesh: Mesh, budget: Budget, profile: MemoryProfile | None
+    ) -> tuple[Plan, float | None]:
+        """The plan that a fit with these sizes of parallel patterns would come to, with an Adam of ours, and the
+        seconds of its step. Not collective.
+
+        Args:
+            model: With its patterns.
+            mesh: The sizes.
+            budget: Limits of one rank.
+            profile: What a step does; None: that is not known, and neither are seconds.
+
+        Raises:
+            PlanError: The sizes do not suit the nodes, or the model cannot be trained so.
+            CapacityError: Nothing fits.
+        """
+        regime = with_optimizer(self.regime, can_stream=True, num_states=self.regime.num_states)
+        if profile is not None and not self._counts_activations:
+            profile = profile.with_bytes(lambda nbytes: 0)
+
+        def make(mesh: Mesh) -> Plan:
+            guessed = guessed_regime(self.regime)
+            layout = self._unforeseen(lambda limits: self._make(model, limits, guessed, mesh=mesh), budget)
+            return layout if profile is None else self._make(model, budget, regime, layout=layout, profile=profile)
+
+        plan = best_sharding(make, meshes_of(mesh, self._num_nodes, self.config.sharding))
+        if profile is None:
+            return plan, None
+        return plan, timeline_of(plan, profile, self.figures.best, regime, is_detailed=False).times.total_s
+
     def budget(
         self,
         own_bytes: int,
@@ -276,11 +307,11 @@ class Planner:
             self._measure_unless(lambda: self._make(model, common, self.regime, policy="cuda"))
             if self.figures.is_pending:
                 self.figures.measure_computing()
-        return self._share(lambda: self._decide(model, budget, is_training))
+        return self.share(lambda: self._decide(model, budget, is_training))
 
     def guessed_plan(self, model: nn.Module, current: Plan, budget: Budget) -> Plan:
         """A placement of `current`'s chunks to build with, before anything is known of a step."""
-        return self._share(lambda: self._guessed_over(model, current, budget))
+        return self.share(lambda: self._guessed_over(model, current, budget))
 
     def least_host_bytes(self, plan: Plan, budget: Budget, regime: TrainingRegime) -> int | None:
         """Host memory that every placement of `plan`'s chunks takes, since the device has no room for it; None: this
@@ -292,7 +323,7 @@ class Planner:
 
     def warm_up_plan(self, model: nn.Module, current: Plan, budget: Budget) -> Plan:
         """A placement of `current`'s chunks that needs as little device memory as possible."""
-        return self._share(lambda: self._safe_plan(model, current, budget))
+        return self.share(lambda: self._safe_plan(model, current, budget))
 
     def foresee(
         self, model: nn.Module, current: Plan, budget: Budget, profile: MemoryProfile, regime: TrainingRegime
@@ -334,14 +365,14 @@ class Planner:
             if current.activations and not foreseen.visits:
                 log.warning("activations='auto': the model's own checkpoints or hooks decide in all of its blocks")
             log.info("choosing what becomes of the activations of %d blocks", len(current.activations))
-            return self._share(lambda: self._final_plan(model, current, budget, of_all, regime))
+            return self.share(lambda: self._final_plan(model, current, budget, of_all, regime))
         shared = self._shared_profile(profile, current, is_seen=is_seen)
         log.info("a step takes up to %s beside the chunks: placing them", format_bytes(shared.peak_non_model_bytes))
         if is_seen:
             self._measure_unless(
                 lambda: self._make(model, budget, regime, layout=current, policy="cuda", profile=shared)
             )
-        return self._share(lambda: self._final_plan(model, current, budget, shared, regime))
+        return self.share(lambda: self._final_plan(model, current, budget, shared, regime))
 
     def _measure_unless(self, place_all: Callable[[], Plan]) -> None:
         """Have figures to weigh placements with, if there is more than one. Collective.
@@ -357,7 +388,7 @@ class Planner:
                 return False
             return True
 
-        if self.figures.is_pending and not self._share(all_fits):
+        if self.figures.is_pending and not self.share(all_fits):
             self.figures.measure()
 
     def refined_plan(
@@ -395,7 +426,7 @@ class Planner:
                 alternatives=(other, *others),
             )
 
-        return self._share(decide)
+        return self.share(decide)
 
     def expected(self, current: Plan, profile: StepProfile, regime: TrainingRegime) -> Plan:
         """The plan in force with what is expected of it by what is known now. Collective. Arguments as for
@@ -403,7 +434,7 @@ class Planner:
         shared = self._shared_profile(profile, current, is_seen=True)
         if current.forecast is None or not self.can_predict(current):
             return current
-        return self._share(lambda: with_times(current, self.simulated(current, shared, regime), self.figures.best.name))
+        return self.share(lambda: with_times(current, self.simulated(current, shared, regime), self.figures.best.name))
 
     def limited_plan(
         self,
@@ -676,6 +707,7 @@ class Planner:
         layout: Plan | None = None,
         policy: str | None = None,
         profile: StepProfile | MemoryProfile | None = None,
+        mesh: Mesh | None = None,
     ) -> Plan:
         request = self.config.placement_request()
 
@@ -696,8 +728,8 @@ class Planner:
             )
 
         if layout is not None:  # an engine's ranks stay in their groups
-            return with_note_of(make(layout.mesh), layout)
-        return best_sharding(make, self.config.meshes(self.comm.world_size, self._num_nodes))
+            return with_notes_of(make(layout.mesh), layout)
+        return best_sharding(make, [mesh] if mesh else self.config.meshes(self.comm.world_size, self._num_nodes))
 
     def kept_fp32(self, model: nn.Module) -> frozenset[str]:
         """Names of the parameters that stay in fp32 where the others are cast to 16 bits. Not collective.
@@ -743,7 +775,12 @@ class Planner:
             log.info("the given plan has parameters otherwise than keep_fp32 and ignored say: it is changed")
         return plan
 
-    def _share(self, decide: Callable[[], T]) -> T:
+    def measure_links(self) -> None:
+        """Have all of the machine's figures, as where ranks are to share work in other ways. Collective."""
+        if self.figures.is_pending:
+            self.figures.measure()
+
+    def share(self, decide: Callable[[], T]) -> T:
         """Rank 0 decides, all ranks get it; an error there is raised on all."""
         decision = run_together(self.comm, decide if self.comm.rank == 0 else lambda: None)
         shared: T = self.comm.exchange_objects(decision)[0]

@@ -18,7 +18,7 @@ from lightning_elixir.plan.sharding import NOTE, best_sharding, meshes_of
 from lightning_elixir.plan.simulator.cost import Costs
 from lightning_elixir.plan.simulator.timeline import scheme_of
 from lightning_elixir.plan.types import Plan
-from lightning_elixir.plan.weighing import Exchanged, Way, advise, exchange_s
+from lightning_elixir.plan.weighing import Choice, Exchanged, Way, advise, exchange_s, meshes_to_weigh, weigh
 from lightning_elixir.planning import TrainingRegime
 from tests.helpers.plans import make_plan
 
@@ -168,10 +168,50 @@ def test_exchanges_go_over_the_links_of_their_axis() -> None:
         ([Way(Mesh(4), 4.0), Way(Mesh(4, expert=2), 3.9)], 0, "sharding alone: expert 2 would save 2.5%"),
         ([Way(Mesh(4), 4.0), Way(Mesh(4, tensor=2), 3.0)], 0, "nothing else is faster"),  # of half the samples
         ([Way(Mesh(4), None), Way(Mesh(4, tensor=2), 3.0)], 1, "sharding alone does not fit"),
-        ([Way(Mesh(4), None)], None, "nothing fits"),
+        ([Way(Mesh(4), None, refusal="does not fit")], None, "nothing fits"),
+        ([Way(Mesh(4), None), Way(Mesh(4, expert=2), None)], 0, "sharding alone: the first that fits"),  # not foreseen
     ],
 )
 def test_what_is_advised(ways: list[Way], best: int | None, why: str) -> None:
     found, told = advise(ways)
     assert found is (None if best is None else ways[best])
     assert why in told
+
+
+def test_sizes_that_may_be_chosen() -> None:
+    found = meshes_to_weigh(12, 2)
+    assert [mesh.tensor for mesh in found] == [1, 2, 3, 6, 1, 1, 1, 1, 1]  # within a node of six
+    assert [mesh.expert for mesh in found] == [1, 1, 1, 1, 2, 3, 4, 6, 12]
+    assert meshes_to_weigh(8, 1, 2, "auto") == tuple(Mesh(8, 2, size) for size in (1, 2, 4))  # what is given stays
+    assert meshes_to_weigh(1, 1) == (Mesh(1),)
+
+
+def test_why_sizes_were_chosen() -> None:
+    seconds = {(1, 1): 8.0, (2, 1): 10.0, (1, 2): 6.0, (2, 2): 7.0}
+
+    def look(mesh: Mesh) -> Way:
+        if mesh.expert == 4:
+            raise PlanError("these experts cannot be cut into 4: choose another size")
+        if mesh.tensor == 4:
+            raise CapacityError("no room")
+        return Way(mesh, seconds[mesh.tensor, mesh.expert], 0.5)
+
+    choice = Choice.of(weigh(meshes_to_weigh(4, 1), look))
+    assert choice.mesh == Mesh(4, 1, 2)
+    told = choice.note.splitlines()
+    assert told[0].startswith("expert 2: 24% less time for the same samples")
+    assert [line.partition(":")[0] for line in told[1:4]] == ["sharding alone", "tensor 2", "tensor 4"]
+    assert told[1].endswith("1.31 times as long")
+    assert "of it for exchanges" in told[1]
+    assert told[3] == "tensor 4: does not fit"
+    assert told[4].endswith("chosen")
+    assert told[5] == "expert 4: these experts cannot be cut into 4"
+
+
+def test_both_together_are_looked_at_where_each_is_worth_it() -> None:
+    def look(mesh: Mesh) -> Way:
+        if max(mesh.tensor, mesh.expert) > 2:
+            raise CapacityError("no room")
+        return Way(mesh, 8.0 / mesh.tensor**2 / mesh.expert)
+
+    assert Choice.of(weigh(meshes_to_weigh(4, 1), look)).mesh == Mesh(4, 2, 2)

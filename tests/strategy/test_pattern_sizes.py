@@ -1,0 +1,261 @@
+"""Sizes of parallel patterns that are "auto": what is chosen, and training with it beside the plain Trainer."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_elixir import ElixirStrategy, HybridAdam, fabric
+from lightning_elixir._lightning import Fabric
+from lightning_elixir.cli import main
+from lightning_elixir.errors import PlanError
+from lightning_elixir.patterns import Column
+from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, save_hardware
+from lightning_elixir.plan.mesh import Mesh
+from lightning_elixir.plan.weighing import weighing_lines
+from lightning_elixir.strategy.engine_handle import EngineHandle
+from tests.helpers.dist import RankError, run_ranks
+from tests.helpers.pattern_fits import SMALL, Model, Tokens, fit_plain, make, trainer_of
+from tests.helpers.patterns import EXPERT, difference
+from tests.helpers.releases import need_experts_in_one_module
+from tests.helpers.tiers import telling
+
+CLOSE = 1e-5
+OPEN = {"tensor_parallel_size": "auto", "expert_parallel_size": "auto"}
+SLOW, FAST = 1e6, 1e12  # bytes a second, between ranks
+
+
+def machine(bytes_per_s: float, world: int) -> HardwareSpec:
+    links = BandwidthCurve.constant(bytes_per_s, 1e-7)
+    return replace(HardwareSpec.nominal(), all_gather=links, reduce_scatter=links, world_size=world)
+
+
+class WithData(Model):
+    """Whose sampler is one of its own, as it has to be with `use_distributed_sampler=False`."""
+
+    def train_dataloader(self) -> Any:
+        sampler = DistributedSampler(Tokens(), shuffle=False, **self.trainer.distributed_sampler_kwargs)
+        return DataLoader(Tokens(), batch_size=2, sampler=sampler)
+
+
+def fit(kind: str, bytes_per_s: float, options: dict[str, Any], nodes: int = 1) -> Any:
+    """What every rank returns: the sizes, why, the whole state, and how many replicas were evicted."""
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    spec, per_node = machine(bytes_per_s, world), world // nodes
+    if nodes > 1:
+        os.environ.pop("NODE_RANK", None)
+        os.environ.update(LOCAL_RANK=str(rank % per_node), LOCAL_WORLD_SIZE=str(per_node))
+        os.environ.update(GROUP_RANK=str(rank // per_node), TORCHELASTIC_RUN_ID="a test")
+        near = BandwidthCurve.constant(FAST, 1e-7)
+        spec = replace(spec, num_nodes=nodes, node_all_gather=near, node_reduce_scatter=near)
+    strategy = ElixirStrategy(hardware=spec, **{**OPEN, **options})
+    trainer_of(strategy, per_node, num_nodes=nodes, gradient_clip_val=1.0).fit(WithData(kind))
+    state = {k: v.clone() for k, v in strategy.lightning_module_state_dict().items()}
+    return strategy.plan.mesh, weighing_lines(strategy.plan), state, strategy.stats().evictions
+
+
+def advised(bytes_per_s: float, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
+    """What the command says of the same model on the same machine: what to take, and its table."""
+    save_hardware(machine(bytes_per_s, 2), folder / "machine.json")
+    shape = [f"{name}={size}" for name, size in SMALL.items() if size is not None]
+    shape += ["moe_intermediate_size=32", "num_experts=8", "num_experts_per_tok=2"]
+    model = ["plan", "--model", "qwen3_moe", "--set", *shape, "--batch-size", "2", "--seq-len", "8"]
+    given = ["--hardware", str(folder / "machine.json"), "--gpus", "2", "--gpu-memory", "1GiB", "--cpu-memory", "4GiB"]
+    assert main([*model, *given, "--precision", "32-true", "--patterns"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return lines[-1].removeprefix("Take ").rstrip("."), lines[2:5]
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "mesh"),
+    [pytest.param(SLOW, Mesh(2, expert=2), id="slow"), pytest.param(FAST, Mesh(2), id="fast")],
+)
+def test_links_decide_as_the_command_says(
+    bytes_per_s: float, mesh: Mesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need_experts_in_one_module()
+    found = run_ranks(fit, 2, "qwen3_moe", bytes_per_s, {"report_dir": "report"}, init_group=False)
+    assert [one[0] for one in found] == [mesh, mesh]
+    assert found[0][1] == found[1][1]
+    why, *ways = found[0][1]
+    advice, table = advised(bytes_per_s, tmp_path, capsys)
+    assert why.partition(":")[0] == advice.partition(":")[0]
+    if bytes_per_s == SLOW:  # the memory of a GPU, which the command knows of, decides the last digit elsewhere
+        seconds = [row.split(" | ")[1:4] for row in table]
+        assert [way.split(": ", 1)[1].split(";")[0] for way in ways] == [
+            f"step {step}, {part} of it for exchanges, {batch} for a micro-batch" for step, part, batch in seconds
+        ]
+    assert f"<b>Parallel patterns: </b>{why}" in Path("report/report.html").read_text(encoding="utf-8")
+    assert [way.partition(":")[0] for way in ways] == ["sharding alone", "tensor 2", "expert 2"]
+    assert [way.endswith("chosen") for way in ways] == [mesh.expert == 1, False, mesh.expert == 2]
+    assert difference(found[0][2], fit_plain("qwen3_moe", 2)) < CLOSE
+
+
+SHORT = {
+    "experts": ("qwen3_moe", 2, "200KiB", Mesh(2, expert=2)),
+    "layers": ("llama", 2, "32KiB", Mesh(2, tensor=2)),
+    "experts-of-four": ("qwen3_moe", 4, "100KiB", Mesh(4, expert=4)),
+}
+
+
+@pytest.mark.parametrize("case", telling(SHORT, "experts", "layers"))
+def test_little_memory_decides(case: str) -> None:
+    kind, world, limit, mesh = SHORT[case]
+    if mesh.expert > 1:
+        need_experts_in_one_module()
+    found = run_ranks(fit, world, kind, FAST, {"gpu_memory_limit": limit}, init_group=False)
+    assert [one[0] for one in found] == [mesh] * world
+    assert found[0][3] > 0
+    assert difference(found[0][2], fit_plain(kind, mesh.num_batches)) < CLOSE
+
+
+@pytest.mark.full
+def test_nodes_with_slow_links_between_them_have_a_copy_each() -> None:
+    options = {"sharding": "auto", "expert_parallel_size": 1}
+    found = run_ranks(fit, 4, "llama", SLOW, options, 2, init_group=False)
+    assert {one[0] for one in found} == {Mesh(4, copies=2)}
+    why, *ways = found[0][1]
+    assert why.startswith("sharding alone, in 2 copies:")
+    assert "sharded over 2 ranks, in 2 copies; sharded over all 4 ranks: the step is" in ways[0]
+    assert difference(found[0][2], fit_plain("llama", 4)) < CLOSE
+
+
+class Noticing(Model):
+    """Counts what a look at its step, before training, must not leave behind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.asked: list[str] = []
+
+    def train_dataloader(self) -> Any:
+        self.asked.append("loader")
+        return DataLoader(Tokens(), batch_size=2, shuffle=True)
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        self.asked.append("batch")
+        return batch
+
+
+def several_runs() -> Any:
+    """Evaluation, two fits, and one by a given plan: sizes, engines, and what the model noticed."""
+    world, environment = int(os.environ["WORLD_SIZE"]), dict(os.environ)
+    model, found, engines = Noticing("qwen3_moe"), [], []
+    options: dict[str, Any] = {**OPEN, "hardware": machine(SLOW, world)}
+    for run in ("validate", "fit", "fit", "fit by the plan"):
+        os.environ.update(environment)
+        strategy = ElixirStrategy(**options)
+        trainer = trainer_of(strategy, world, limit_train_batches=1)
+        if run == "validate":
+            trainer.validate(model, DataLoader(Tokens(), batch_size=2), verbose=False)
+            model.asked.clear()
+        else:
+            trainer.fit(model)
+        found.append(strategy.plan.mesh)
+        engines.append(EngineHandle.of(model))
+        if run == "fit":
+            options["plan"] = strategy.plan if len(engines) == 3 else None
+    return found, [engine is engines[1] for engine in engines], model.asked
+
+
+def test_what_was_chosen_stays() -> None:
+    need_experts_in_one_module()
+    meshes, are_kept, asked = run_ranks(several_runs, 2, init_group=False)[0]
+    assert meshes == [Mesh(2), *[Mesh(2, expert=2)] * 3]
+    assert are_kept == [False, True, True, False]
+    assert asked == ["loader", "batch", "batch"] * 3  # two epochs each; nothing of what was asked before
+
+
+class Streamed(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        return iter(Tokens()[index] for index in range(8))
+
+
+def fit_stream(limit: str) -> Any:
+    world = int(os.environ["WORLD_SIZE"])
+    strategy = ElixirStrategy(hardware=machine(SLOW, world), gpu_memory_limit=limit, **OPEN)
+    trainer_of(strategy, world, max_steps=1).fit(Model("qwen3_moe"), DataLoader(Streamed(), batch_size=2))
+    return strategy.plan.mesh, weighing_lines(strategy.plan)
+
+
+@pytest.mark.parametrize(("limit", "mesh"), [("1GiB", Mesh(2)), ("200KiB", Mesh(2, expert=2))], ids=str)
+def test_without_a_step_to_weigh_by_the_first_that_fits_is_taken(limit: str, mesh: Mesh) -> None:
+    need_experts_in_one_module()
+    for found, (why, *_) in run_ranks(fit_stream, 2, limit, init_group=False):
+        assert found == mesh
+        assert "a step could not be foreseen (only a DataLoader over a dataset with indices" in why
+
+
+class Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
+def fit_language() -> Any:
+    heard = Warnings()
+    logging.getLogger("lightning_elixir").addHandler(heard)
+    mesh, lines, _, _ = fit("language", SLOW, {})
+    logging.getLogger("lightning_elixir").removeHandler(heard)
+    return mesh, lines, heard.told
+
+
+def test_models_without_patterns_are_told_of_once() -> None:
+    first, second = run_ranks(fit_language, 2, init_group=False)
+    assert first[:2] == second[:2] == (Mesh(2), first[1])
+    assert len(first[1]) == 1
+    assert "nothing else is possible (tensor_parallel_size=2, but no patterns say what to cut" in first[1][0]
+    assert [told for told in first[2] if "sizes of parallel patterns" in told] == [
+        f"sizes of parallel patterns: {first[1][0]}"
+    ]
+    assert second[2] == []
+
+
+def set_up_with_fabric(limit: str) -> Any:
+    world = int(os.environ["WORLD_SIZE"])
+    options = {**OPEN, "hardware": machine(FAST, world), "gpu_memory_limit": limit}
+    run = Fabric(accelerator="cpu", devices=world, strategy=fabric.ElixirStrategy(**options))
+    run.launch()
+    with pytest.raises(PlanError, match="setup.. before setup_dataloaders"):
+        run.setup_dataloaders(DataLoader(Tokens(), batch_size=2))
+    net = make("qwen3_moe")
+    net, optimizer = run.setup(net, HybridAdam(net.parameters(), lr=1e-2))
+    loader = run.setup_dataloaders(DataLoader(Tokens(), batch_size=2))
+    for batch in loader:
+        optimizer.zero_grad()
+        run.backward(net(input_ids=batch, labels=batch).loss)
+        optimizer.step()
+    return run.strategy.plan.mesh, weighing_lines(run.strategy.plan)[0]
+
+
+@pytest.mark.parametrize(("limit", "mesh"), [("1GiB", Mesh(2)), ("200KiB", Mesh(2, expert=2))], ids=str)
+def test_fabric_takes_the_first_that_fits(limit: str, mesh: Mesh) -> None:
+    need_experts_in_one_module()
+    for found, why in run_ranks(set_up_with_fabric, 2, limit, init_group=False):
+        assert found == mesh
+        assert why.endswith("(under Fabric the training step is a loop of the user's)")
+
+
+def fit_cut_by_torch() -> None:
+    fit("untied_llama+dtensors", SLOW, {})
+
+
+def test_a_device_mesh_needs_a_size() -> None:
+    with pytest.raises(RankError, match="device_mesh is used while tensor_parallel_size='auto' is still to be chosen"):
+        run_ranks(fit_cut_by_torch, 2, init_group=False)
+
+
+def test_one_device_leaves_nothing_to_choose() -> None:
+    strategy = ElixirStrategy(**OPEN, patterns={"*.up": Column(), **EXPERT})
+    trainer_of(strategy, 1, max_steps=1).fit(Model("mixture"), DataLoader(Tokens(), batch_size=2))
+    assert strategy.plan.mesh == Mesh()
+    assert weighing_lines(strategy.plan) == ()
