@@ -40,6 +40,7 @@ from lightning_elixir.profiling.stopwatch import Stopwatch
 from lightning_elixir.report.tables import GPU_KINDS
 from tests.helpers.dist import run_ranks
 from tests.helpers.releases import need_experts_in_one_module
+from tests.helpers.tiers import telling
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -186,6 +187,7 @@ def test_json_has_it_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert HardwareSpec.from_dict(content["hardware"]).host_bytes == 8 * GIB
 
 
+@pytest.mark.full
 def test_a_clip_value_of_0_clips_nothing_as_in_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     contents = []
     for options in ([], ["--gradient-clip-val", "0"], ["--gradient-clip-val", "1"]):
@@ -198,6 +200,7 @@ def test_a_clip_value_of_0_clips_nothing_as_in_the_trainer(capsys: pytest.Captur
     assert "must be a positive number, or 0 for no clipping, got -1" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_what_does_not_fit_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "gpt2", *TINY, "--gpu-memory", "600KiB", "--cpu-memory", "8GiB"]
     assert main(arguments) == 1
@@ -255,7 +258,7 @@ def test_a_plan_that_fits_is_not_shown_above_the_limit(capsys: pytest.CaptureFix
     assert f"{kinds['gpu_state_bytes'] / 2**20:.1f} MiB" in page
 
 
-@pytest.mark.parametrize("policy", ["auto", "cpu"])
+@pytest.mark.parametrize("policy", telling(["auto", "cpu"], "auto"))
 def test_checkpointing_is_not_advised_to_those_who_have_it(capsys: pytest.CaptureFixture[str], policy: str) -> None:
     arguments = [*SMALL_GPT, "--gpu-memory", "60MiB", "--policy", policy]
     assert main(arguments) == 1
@@ -274,7 +277,7 @@ def test_policy_and_chunk_size_are_obeyed(capsys: pytest.CaptureFixture[str]) ->
     assert {c.optim_tier.value for c in plan.chunks} == {"cpu"}
 
 
-@pytest.mark.parametrize("precision", ["64-true", "32-true", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", telling(["64-true", "32-true", "16-mixed", "bf16-true"], "16-mixed", "bf16-true"))
 def test_precision_decides_the_bytes(capsys: pytest.CaptureFixture[str], precision: str) -> None:
     assert main([*GPT, "--precision", precision, "--json", "--policy", "cuda"]) == 0
     content = json.loads(capsys.readouterr().out)

@@ -187,6 +187,7 @@ def branches_without_gradients() -> tuple[bool, int]:
     return close, evictions
 
 
+@pytest.mark.full
 def test_groups_that_branch_apart_where_all_is_resident() -> None:
     assert run_ranks(branches_without_gradients, 4) == [(True, 0)] * 4
 

@@ -67,10 +67,7 @@ def plain_of(name: str) -> Any:
     return train_plain(case, world // case.tensor)
 
 
-@pytest.mark.parametrize(
-    "name",
-    telling(CASES, "expert_without_tokens", "both_accumulated_clipped"),
-)
+@pytest.mark.parametrize("name", telling(CASES, "tensor_tied", "expert_without_tokens"))
 def test_equals_one_process_with_all_batches(name: str) -> None:
     world, case = CASES[name]
     losses, norms, state = plain_of(name)

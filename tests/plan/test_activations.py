@@ -32,6 +32,7 @@ from lightning_elixir.plan.profile import BlockVisit, MemoryProfile, Moment, Pro
 from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.planning import TrainingRegime, make_plan, optimal_search, simple_search, timeline_of
 from lightning_elixir.profiling.blocks import found_blocks
+from tests.helpers.tiers import telling
 from tests.plan.problems import constant_hardware
 
 KEEP, AGAIN, AWAY, AGAIN_AWAY = Fate
@@ -270,7 +271,7 @@ def _fates(plan: Plan) -> set[Fate]:
     return {block.fate for block in plan.activations}
 
 
-@pytest.mark.parametrize("policy", ["auto", "cpu"])
+@pytest.mark.parametrize("policy", telling(["auto", "cpu"], "auto"))
 def test_the_fastest_that_fits_is_chosen(policy: str) -> None:
     model = _model()
     profile = _profiled(model)

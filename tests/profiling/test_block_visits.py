@@ -140,6 +140,7 @@ def test_frozen_blocks_in_front_save_nothing() -> None:
     assert _all(profile, Fate.RECOMPUTE).flops < 2 * profile.flops
 
 
+@pytest.mark.full
 def test_transformers_own_checkpointing_is_off_for_blocks() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -268,6 +268,7 @@ def test_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert default_cache_dir() == tmp_path / ".cache" / "lightning_elixir"
 
 
+@pytest.mark.full
 def test_what_the_rates_depend_on_has_a_file_of_its_own(tmp_path: Path) -> None:
     quick(tmp_path)
     quick(tmp_path, local_world_size=2)

@@ -203,7 +203,7 @@ def _by_weak_reference(layer: nn.Module) -> Callable[..., Tensor]:
     return partial(forward, weakref.ref(layer))
 
 
-@pytest.mark.parametrize("patched", [_by_closure, _by_default, _by_weak_reference])
+@pytest.mark.parametrize("patched", telling([_by_closure, _by_default, _by_weak_reference], "_by_closure"))
 def test_forwards_put_in_the_place_of_others_are_the_copys(
     patched: Callable[[nn.Module], Callable[..., Tensor]],
 ) -> None:

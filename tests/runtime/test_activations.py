@@ -21,7 +21,7 @@ from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.activations import FATES, PLACEMENTS, ROWS, WIDTH, Block, Pair, Stack, planned
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
-from tests.helpers.tiers import crossed
+from tests.helpers.tiers import crossed, telling
 from tests.helpers.training import Scheme, different_names, train_elixir, train_plain
 from tests.helpers.zoo import make
 
@@ -72,8 +72,17 @@ def test_models_of_every_kind(name: str, fate: str, accumulation: int, everythin
     assert stats.evictions > 0
 
 
-@pytest.mark.parametrize("name", ["attention", "recurrent", "conv", "odd", "tied"])
-@pytest.mark.parametrize("fate", FATES[1:])
+@crossed(
+    told=[
+        "recompute_offloaded-attention",
+        "offload-recurrent",
+        "recompute-conv",
+        "offload-odd",
+        "recompute_offloaded-tied",
+    ],
+    fate=FATES[1:],
+    name=["attention", "recurrent", "conv", "odd", "tied"],
+)
 def test_modules_that_the_user_names(name: str, fate: str, everything_is_large: None) -> None:
     """Among them parts of a storage with write counts of their own (GRU cells), and the same tensor three times
     (attention), running statistics, and modules that run twice."""
@@ -191,8 +200,11 @@ def test_the_users_own_checkpoints_and_hooks_win(fate: str, how: str) -> None:
         assert seen  # the user's got them, in forward or in the recomputation
 
 
-@pytest.mark.parametrize("fate", ["recompute", "offload"])
-@pytest.mark.parametrize("is_whole", [False, True], ids=["call", "module"])
+@crossed(
+    told=["call-recompute", "module-offload"],
+    is_whole=[pytest.param(False, id="call"), pytest.param(True, id="module")],
+    fate=["recompute", "offload"],
+)
 def test_compiled_blocks(fate: str, is_whole: bool) -> None:
     torch.manual_seed(0)
 
@@ -487,7 +499,11 @@ def _one_by_one(model: Any, x: Tensor) -> Tensor:
     return result
 
 
-@crossed(fate=FATES, placement=PLACEMENTS)
+@crossed(
+    told=["recompute_offloaded-tight", "offload-tight", "recompute-resident"],
+    fate=FATES,
+    placement=PLACEMENTS,
+)
 def test_blocks_that_are_called_one_by_one(fate: str, placement: str, device: torch.device) -> None:
     """Each is a forward of its own. What is sent still comes back ahead of need."""
 
@@ -539,8 +555,11 @@ class _Fails(Block):
         return y
 
 
-@pytest.mark.parametrize("fate", FATES[1:])
-@pytest.mark.parametrize("error", [ValueError("here"), KeyboardInterrupt("here")], ids=["error", "interrupt"])
+@crossed(
+    told=["interrupt-offload", "error-recompute_offloaded"],
+    error=[pytest.param(ValueError("here"), id="error"), pytest.param(KeyboardInterrupt("here"), id="interrupt")],
+    fate=FATES[1:],
+)
 def test_a_block_alone_that_raises_leaves_nothing_behind(fate: str, error: BaseException) -> None:
     torch.manual_seed(0)
     model = Stack(_Fails, depth=3)
@@ -744,7 +763,7 @@ def test_two_ranks() -> None:
         assert all(torch.equal(results[fate][name], value) for name, value in results["keep"].items()), fate
 
 
-@pytest.mark.parametrize("fate", FATES[1:])
+@pytest.mark.parametrize("fate", telling(FATES[1:], "recompute_offloaded"))
 def test_blocks_that_two_ranks_call_one_by_one(fate: str) -> None:
     kept, found = run_ranks(_on_ranks, 2, "keep")[0], run_ranks(_on_ranks, 2, fate, True)[0]
     assert all(torch.equal(found[name], value) for name, value in kept.items())

@@ -184,7 +184,7 @@ def on_ranks(ignored: Any, options: dict[str, Any]) -> None:
     assert_same(actual, expected)
 
 
-@crossed(what=["nothing", "both"], is_distributed=[True, False])
+@crossed(told=["both-False"], what=["nothing", "both"], is_distributed=[True, False])
 def test_on_two_ranks(what: str, is_distributed: bool) -> None:
     run_ranks(on_ranks, 2, IGNORED[what], {"enable_distributed_storage": is_distributed})
 

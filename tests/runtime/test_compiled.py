@@ -248,7 +248,7 @@ def assert_equal(actual: Trained, expected: Trained) -> None:
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of looks without gradients
 @crossed(
-    told=["by_class-tight-reentrant", "by_forward-tight-inside", "by_module-resident-around"],
+    told=["by_class-tight-reentrant", "by_module-resident-around"],
     form=FORMS,
     placement=PLACEMENTS,
     checkpointing=["no", "around", "inside", "reentrant"],
@@ -320,6 +320,7 @@ def check_fates(run: Ours, fate: str) -> None:
     assert not run.is_tight or stats.evictions > 20
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fate", "trained", "form", "placement"),
     [
@@ -356,6 +357,7 @@ class Bare(Ours):
         loss.backward()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", telling(FORMS[:4], "by_class"))
 def test_where_parameters_stay_intercepted_in_backward(form: Callable[[Net], nn.Module]) -> None:
     """Blocks that run again in such a backward are still those that the compiler knows."""

@@ -114,6 +114,7 @@ def test_what_is_made_from_a_parameter_is_told_of_with_less_certainty() -> None:
         module(torch.randn(8, 8))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "run",
     [

@@ -21,7 +21,7 @@ from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.metered import MeteredCpuDevice, use_metered_device
 from tests.helpers.plans import make_plan
-from tests.helpers.tiers import crossed
+from tests.helpers.tiers import crossed, telling
 from tests.helpers.training import new_optimizer
 from tests.helpers.zoo import gpt2
 
@@ -187,7 +187,7 @@ def test_a_step_that_fits_beside_no_rcache_asks_for_another_plan(monkeypatch: py
     training.assert_equal(train_plain((16, 16, 32, 64, 16)))
 
 
-@pytest.mark.parametrize("policy", ["const", "cuda"])
+@pytest.mark.parametrize("policy", telling(["const", "cuda"], "cuda"))
 def test_gradients_on_the_device_are_no_growth(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """Micro-batches find the gradients of earlier ones there."""
     device = use_metered_device(monkeypatch, 40_000_000)
@@ -301,7 +301,7 @@ def again(training: Training, run: Callable[[], None]) -> bool:
     return result
 
 
-@crossed(where=["forward", "backward"], block=[0, 3])
+@crossed(told=["backward-3"], where=["forward", "backward"], block=[0, 3])
 def test_a_step_runs_again_after_memory_ran_out(monkeypatch: pytest.MonkeyPatch, where: str, block: int) -> None:
     model = make_model()
     arm(model, block)

@@ -155,6 +155,7 @@ def test_equals_plain_torch_with_two_ranks(names: list[str], init_step: bool, ha
         assert _different(values, states, _plain(name, has_stepped, 2)) == [], (name, placement)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(MAKE.keys() - {"HybridAdam"}))
 def test_memory_is_taken_and_states_are_not_made(name: str) -> None:
     calls: list[torch.optim.Optimizer] = []

@@ -101,7 +101,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", telling(WAYS, "plain", "spares"))
 def test_memory_is_given_back_and_taken_again(way: str) -> None:
     options = WAYS[way]
     expected = train({}, **options)
@@ -116,7 +116,7 @@ def test_memory_is_given_back_and_taken_again(way: str) -> None:
         assert min(held[1], held[7]) > limit  # everything was there, and is again
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", telling([1, 2], "1"))
 def test_limits_that_come_again_need_no_search(world_size: int) -> None:
     if world_size == 1:
         _come_again()

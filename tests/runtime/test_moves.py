@@ -83,7 +83,11 @@ def give_others(optimizer: ElixirOptimizer) -> None:
     optimizer.param_groups = [{**second, "lr": 5e-3}, {**first, "lr": 1e-3}]
 
 
-@crossed(change=[remove_last, split_first, give_others], site=["gpu", "nvme", "every_site"])
+@crossed(
+    told=["split_first-nvme", "give_others-every_site"],
+    change=[remove_last, split_first, give_others],
+    site=["gpu", "nvme", "every_site"],
+)
 def test_groups_that_have_changed_before_a_move(change: Callable[[ElixirOptimizer], None], site: str) -> None:
     how, results = replace(HOWS["groups"], steps=5), []
     for is_moved in (False, True):

@@ -77,12 +77,14 @@ def test_the_disk_changes_no_bit(name: str, site: str, timing: UpdateTiming, mon
 OTHERS = sorted(set(HOWS) - {"bf16", "fp32", "bf16_true", "unused"})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", telling(OTHERS, "scaled_clipped"))
 def test_every_way_to_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_slots(monkeypatch)
     check_every_way(HOWS[name], "nvme_some", UpdateTiming.INSIDE_BACKWARD, CPU, monkeypatch)
 
 
+@pytest.mark.full
 def test_small_rcache_and_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     check_losses("nvme", CPU, monkeypatch)
 
@@ -136,7 +138,7 @@ def test_bytes_of_a_step(name: str, each: int) -> None:
     module.close()
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp32", "frozen"])
+@pytest.mark.parametrize("name", telling(["bf16", "fp32", "frozen"], "fp32"))
 def test_large_chunks_take_small_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more bytes than in one piece, and the next piece is read while one is updated."""
     use_small_buffers(monkeypatch)
@@ -523,7 +525,7 @@ def test_ranks_move_chunks_in_one_order(name: str, options: dict[str, Any], worl
     assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("site", ["nvme_param", "host"])
+@pytest.mark.parametrize("site", telling(["nvme_param", "host"], "nvme_param"))
 def test_moments_that_are_blank_stay_so_where_they_move(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second optimizer begins anew over a disk that is full of the first one's; some of the only chunk's parameters
     have been in a step since, others have not."""
@@ -548,12 +550,7 @@ def test_moments_that_are_blank_stay_so_where_they_move(site: str, monkeypatch: 
 # Disks that fail
 
 
-@crossed(
-    told=["4-pwritev-UpdateTiming.BEHIND_FORWARD", "0-preadv-UpdateTiming.INSIDE_BACKWARD"],
-    after=[0, 4],
-    call=["preadv", "pwritev"],
-    timing=UpdateTiming,
-)
+@crossed(told=["4-pwritev-UpdateTiming.BEHIND_FORWARD"], after=[0, 4], call=["preadv", "pwritev"], timing=UpdateTiming)
 def test_a_disk_that_fails_ends_the_run_and_hangs_nowhere(
     call: str, after: int, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -697,7 +694,7 @@ def failing_copy(after: int, seen: list[Any]) -> Callable[..., None]:
     return copy_from
 
 
-@pytest.mark.parametrize("site", ["nvme", "nvme_param"])
+@pytest.mark.parametrize("site", telling(["nvme", "nvme_param"], "nvme_param"))
 def test_a_failed_disk_keeps_nothing_alive(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though its error has gone through frames that hold a loss, whose graph leads to the engine."""
 

@@ -276,7 +276,7 @@ def test_a_dropped_gradient_and_whole_gradients() -> None:
     assert all(torch.equal(results[1][1][k], v) for k, v in results[0][1].items())
 
 
-@crossed(together=1, after=[0, 7], call=["preadv", "pwritev"], timing=UpdateTiming)
+@crossed(told=["0-preadv-UpdateTiming.INSIDE_BACKWARD"], after=[0, 7], call=["preadv", "pwritev"], timing=UpdateTiming)
 def test_a_disk_that_fails_ends_the_run_and_hangs_nowhere(
     call: str, after: int, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,7 +104,10 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("call", [name for name in ALONE if name != "a read"])
+@pytest.mark.parametrize(
+    "call",
+    telling([name for name in ALONE if name != "a read"], "state_dict", "replan", "grad_norm", "full_parameters"),
+)
 def test_while_others_train(call: str) -> None:
     words, cure = ALONE[call]
     for kind, text, seconds in run_ranks(call_alone, 2, call, "train", "tight"):
@@ -115,6 +118,7 @@ def test_while_others_train(call: str) -> None:
         assert seconds < SOON_S
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("call", ["state_dict", "state_dict of the model", "optimizer.state_dict"])
 def test_while_others_train_with_all_resident(call: str) -> None:
     """Their forward meets nobody; their backward does."""
@@ -366,7 +370,7 @@ def _with_error_inside(model: nn.Module) -> torch.Tensor:
     return torch.ones(2, 32)
 
 
-@pytest.mark.parametrize("does_wait", [False, True])
+@pytest.mark.parametrize("does_wait", telling([False, True], "True"))
 def test_reductions_under_way_when_a_rank_is_lost(does_wait: bool) -> None:
     """They open no new groups: neither does the rank wait for others there, nor do those that go on lose it again."""
     told, other = run_ranks(hear_in_backward_and_train_again, 2, does_wait, fresh=True)

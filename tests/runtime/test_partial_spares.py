@@ -143,7 +143,12 @@ def check_same(seen: Seen, name: str) -> None:
         caution.note(has_failed=has_failed)
 
 
-@crossed(name=list(PLAIN_HOWS), site=["host", "mixed", "every_site"], spared=["third", "odd", "none", "all"])
+@crossed(
+    told=["both-every_site-odd", "clipped-host-third", "scaled-mixed-none", "both-mixed-all"],
+    name=list(PLAIN_HOWS),
+    site=["host", "mixed", "every_site"],
+    spared=["third", "odd", "none", "all"],
+)
 def test_the_bits_are_those_of_plain_pytorch(name: str, site: str, spared: str) -> None:
     seen = _check_against_plain(name, site, spared)
     check_same(seen, name)

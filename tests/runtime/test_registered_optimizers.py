@@ -12,6 +12,7 @@ import lightning_elixir
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
+from tests.helpers.tiers import telling
 from tests.helpers.users_optimizers import Lion, ScheduleFree
 
 STEPS = 4
@@ -97,7 +98,7 @@ def _on_rank(cls: type[torch.optim.Optimizer]) -> tuple[Any, ...]:
     return _train(cls, 2, torch.distributed.get_rank(), placement_policy="cpu")
 
 
-@pytest.mark.parametrize("cls", [Lion, ScheduleFree])
+@pytest.mark.parametrize("cls", telling([Lion, ScheduleFree], "Lion"))
 def test_two_ranks(cls: type[torch.optim.Optimizer]) -> None:
     losses, values, states = _plain(cls, 2)
     for rank, got in enumerate(run_ranks(_on_rank, 2, cls)):

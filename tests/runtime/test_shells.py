@@ -26,6 +26,7 @@ from tests.helpers.shells import (
     train,
     wrapped,
 )
+from tests.helpers.tiers import telling
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
@@ -49,7 +50,7 @@ def on_ranks(is_distributed: bool) -> None:
     module.close()
 
 
-@pytest.mark.parametrize("is_distributed", [True, False])
+@pytest.mark.parametrize("is_distributed", telling([True, False], "True"))
 def test_on_two_ranks(is_distributed: bool) -> None:
     run_ranks(on_ranks, 2, is_distributed)
 

@@ -490,7 +490,7 @@ def test_late_gradients_do_not_come_to_lie_where_parameters_are(what: str, monke
     module.close()
 
 
-@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("timing", telling(TIMINGS, "UpdateTiming.INSIDE_BACKWARD"))
 def test_kept_aliases_of_replicas_that_stay_see_new_values(
     timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -685,7 +685,9 @@ def test_closing_after_a_failed_update_waits_for_the_others(monkeypatch: pytest.
     assert all(chunk.ready is None for chunk in module.engine.chunks)
 
 
-@pytest.mark.parametrize("timing", list(UpdateTiming))
+@pytest.mark.parametrize(
+    "timing", telling(list(UpdateTiming), "UpdateTiming.INSIDE_BACKWARD", "UpdateTiming.BEHIND_FORWARD")
+)
 def test_ctrl_c_waits_for_the_step(timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS["bf16"]
     module, optimizer = trained(how, "host", CPU, timing)

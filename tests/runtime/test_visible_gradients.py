@@ -18,7 +18,7 @@ from lightning_elixir.runtime.gradients import Gradients
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
-from tests.helpers.tiers import crossed
+from tests.helpers.tiers import crossed, telling
 from tests.helpers.training import clip_exactly
 from tests.helpers.visible_gradients import (
     ACTIONS,
@@ -153,7 +153,7 @@ def test_beside_our_own_clipping(is_held: bool) -> None:
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", telling([1, 2], "1"))
 def test_16_bits_keep_the_bits_that_are_not_seen(micro_batches: int) -> None:
     """Looking rounds nothing; of what is written the elements that changed are taken."""
     states = []
@@ -520,8 +520,7 @@ def test_zeros_are_gradients(how: str, placement: str, optimizer: str) -> None:
     check_zeros(how, placement, optimizer)
 
 
-@pytest.mark.parametrize("placement", ["nvme", "all on nvme"])
-@pytest.mark.parametrize("how", ["optimizer", "model"])
+@crossed(told=["model-all on nvme"], how=["optimizer", "model"], placement=["nvme", "all on nvme"])
 def test_zeros_are_gradients_on_nvme(how: str, placement: str) -> None:
     check_zeros(how, placement, "hybrid")
 

@@ -314,6 +314,7 @@ def test_lightnings_own_callbacks_are_told_of(
     assert ("under bf16-mixed it averages them rounded to 16 bits" in told) == (precision == "bf16-mixed")
 
 
+@pytest.mark.full
 def test_swa_with_its_learning_rates() -> None:
     """What Lightning's `StochasticWeightAveraging` does, put together from averages and a scheduler as the docs say."""
 

@@ -40,7 +40,7 @@ IGNORED: dict[str, Any] = {
 }
 
 
-@crossed(what=IGNORED, placement=["tight", "auto"])
+@crossed(told=["both-tight", "trained-auto"], what=IGNORED, placement=["tight", "auto"])
 def test_as_plain_lightning(what: str, placement: str) -> None:
     tight = {**TIGHT, "gpu_memory_limit": "220KiB"}  # where nothing is ignored, all would fit that
     elixir = {**((tight if what == "trained" else TIGHT) if placement == "tight" else CHUNK), "ignored": IGNORED[what]}

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_elixir._lightning import pl
 from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.tiers import telling
 from tests.strategy.models import (
     TIGHT,
     LateNet,
@@ -25,7 +26,7 @@ from tests.strategy.models import (
 from tests.strategy.nets import BatchNormNet, GroupsNet, MemoryLogger, ScheduledNet
 
 
-@pytest.mark.parametrize("make_model", [ScheduledNet, GroupsNet, Net])
+@pytest.mark.parametrize("make_model", telling([ScheduledNet, GroupsNet, Net], "GroupsNet"))
 def test_learning_rate_monitor_and_logger(make_model: Callable[[], Net]) -> None:
     def run(strategy: Any) -> Any:
         logger = MemoryLogger()
@@ -67,7 +68,7 @@ def test_stochastic_weight_averaging_with_batch_norm_ends_with_the_average() -> 
         assert torch.equal(actual.state[name], expected.state[name])
 
 
-@pytest.mark.parametrize("make_model", [Net, BatchNormNet])
+@pytest.mark.parametrize("make_model", telling([Net, BatchNormNet], "BatchNormNet"))
 def test_exponential_moving_average(make_model: Callable[[], Net]) -> None:
     def callbacks() -> list[Any]:
         return [pl.callbacks.EMAWeightAveraging(decay=0.9)]

@@ -14,7 +14,7 @@ import torch
 from lightning_elixir._lightning import pl
 from lightning_elixir.errors import PlanError
 from lightning_elixir.strategy import ElixirStrategy
-from tests.helpers.tiers import full, telling
+from tests.helpers.tiers import crossed, full, telling
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
@@ -77,21 +77,20 @@ def test_resume_gives_the_same_next_losses(tmp_path: Path, first: str, second: s
     assert len(losses) == 16
 
 
-@pytest.mark.parametrize(
-    "make_model", telling([LateNet, GroupsNet, ScheduledNet, FrozenNet, TiedNet], "GroupsNet", "ScheduledNet")
-)
+@pytest.mark.parametrize("make_model", telling([LateNet, GroupsNet, ScheduledNet, FrozenNet, TiedNet], "GroupsNet"))
 def test_models_resume(tmp_path: Path, make_model: Callable[[], Net]) -> None:
     plain = Net if make_model is LateNet else make_model
     assert _interrupted(tmp_path, "tight", "tight", make_model) == _uninterrupted(plain)
 
 
-@pytest.mark.parametrize("make_model", [GroupsNet, FrozenNet])
+@pytest.mark.parametrize("make_model", telling([GroupsNet, FrozenNet], "GroupsNet"))
 def test_models_whose_parameters_have_other_numbers_resume_in_plain_lightning(
     tmp_path: Path, make_model: Callable[[], Net]
 ) -> None:
     assert _interrupted(tmp_path, "tight", "plain", make_model) == _uninterrupted(make_model)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*configure_sharded_model")
 def test_deprecated_hook_resumes(tmp_path: Path) -> None:
     assert _interrupted(tmp_path, "tight", "tight", ShardedNet) == _uninterrupted(Net)
@@ -278,8 +277,7 @@ class ExtraNet(Net):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("is_live", [False, True])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@crossed(told=["bf16-mixed-True", "32-true-False"], precision=["32-true", "bf16-mixed"], is_live=[False, True])
 def test_extra_state_metrics_and_hooks(is_live: bool, precision: Any) -> None:
     _, _, expected = fit("auto", ExtraNet)
     trainer, model, actual = fit(ElixirStrategy(**TIGHT), ExtraNet, precision=precision)

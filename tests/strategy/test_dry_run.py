@@ -374,9 +374,7 @@ class OneOfItsOwn(Net):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "make", telling([Adversarial, StepsTogether, StepsByClosures, OneOfItsOwn], "StepsTogether", "OneOfItsOwn")
-)
+@pytest.mark.parametrize("make", telling([Adversarial, StepsTogether, StepsByClosures, OneOfItsOwn], "OneOfItsOwn"))
 def test_manual_optimization_is_foreseen_and_does_not_notice(make: type[Net], profiles: list[Any]) -> None:
     assert_trains_as_plainly(make)
     assert isinstance(profiles[0], MemoryProfile)
@@ -650,6 +648,7 @@ def test_there_is_one_for_each_engine(profiles: list[Any]) -> None:
     assert len(profiles) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"placement_policy": "cpu"}, {"placement_policy": "cuda"}, {}], ids=str)
 def test_there_is_none_where_nothing_is_to_be_decided(options: Any, profiles: list[Any]) -> None:
     fit(ElixirStrategy(**CHUNK, **options))
@@ -719,14 +718,14 @@ def test_a_frozen_copy_out_of_chunks_may_follow_an_average_in_the_step() -> None
     )
 
 
-@pytest.mark.parametrize("make", [ScalesWeights, FollowsAnAverage])
+@pytest.mark.parametrize("make", telling([ScalesWeights, FollowsAnAverage], "FollowsAnAverage"))
 def test_writes_in_the_step_count_where_the_values_are(make: type[Net], profiles: list[MemoryProfile]) -> None:
     """All is on the device, without other copies of the values."""
     assert_same_run(fit(ElixirStrategy(**CHUNK, gpu_memory_limit="64MiB"), make)[2], fit("auto", make)[2])
     assert [bool(profile.written) for profile in profiles] == [True]
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", telling(["32-true", "bf16-mixed"], "bf16-mixed"))
 def test_what_is_put_back_is_no_write(precision: Any, profiles: list[MemoryProfile]) -> None:
     found = fit(ElixirStrategy(**LIMIT), BinarisesWeights, precision=precision)
     whole = fit(ElixirStrategy(**CHUNK, gpu_memory_limit="64MiB"), BinarisesWeights, precision=precision)
@@ -904,6 +903,7 @@ def test_what_the_step_changes_elsewhere_is_put_back(profiles: list[Any], monkey
     assert actual[1] == expected[1]
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step", "ignore:.*fork:DeprecationWarning")
 def test_and_beside_the_processes_of_a_data_loader(profiles: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     others, may_change = set(threading.enumerate()), put_back._may_change_things
@@ -1020,7 +1020,7 @@ def _first_answers() -> dict[str, Callable[[], Callable[[Tensor], float]]]:
     }
 
 
-@pytest.mark.parametrize("how", telling(_first_answers(), "class in a cell", "empty cell", "slots", "context", "deep"))
+@pytest.mark.parametrize("how", telling(_first_answers(), "class in a cell", "slots"))
 def test_what_the_first_call_finds_is_found_in_the_real_step(
     how: str, profiles: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1306,6 +1306,7 @@ def test_what_else_is_on_the_device_counts(monkeypatch: pytest.MonkeyPatch) -> N
         assert foreign_bytes < plans[0].forecast.peak_gpu_bytes <= 700 << 10
 
 
+@pytest.mark.full
 def test_garbage_in_cycles_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of an earlier fit, which goes when it is collected."""
 

@@ -18,7 +18,7 @@ from lightning_elixir.fabric import ElixirStrategy
 from lightning_elixir.plan.memory import fair_part
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import full
+from tests.helpers.tiers import full, telling
 from tests.strategy.fabric_runs import (
     TIGHT,
     Loop,
@@ -55,8 +55,14 @@ def _assert_same(actual: Run, expected: Run, *, is_tight: bool = True) -> None:
 
 @pytest.mark.parametrize(
     "how",
-    ["plain", "one_by_one", "sgd_accumulated", "accumulated_clipped_by_value", "64", "bf16_true"]
-    + ["bf16_true_clipped_by_value"],
+    telling(
+        ["plain", "one_by_one", "sgd_accumulated", "accumulated_clipped_by_value", "64", "bf16_true"]
+        + ["bf16_true_clipped_by_value"],
+        "sgd_accumulated",
+        "accumulated_clipped_by_value",
+        "bf16_true",
+        "one_by_one",
+    ),
 )
 def test_same_as_plain(how: str) -> None:
     loop = LOOPS[how]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_elixir._lightning import Trainer, pl
 from lightning_elixir.strategy import ElixirStrategy
-from tests.helpers.tiers import full
+from tests.helpers.tiers import full, telling
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
@@ -28,7 +28,7 @@ from tests.strategy.models import (
 from tests.strategy.nets import BatchNormNet, FrozenNet, GroupsNet, ManualNet, OverridingNet, ScheduledNet, TiedNet
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "hybrid", "cpu_adam"])
+@pytest.mark.parametrize("optimizer", telling(["adamw", "adam", "sgd", "hybrid", "cpu_adam"], "hybrid", "sgd", "adamw"))
 def test_optimizers(optimizer: str) -> None:
     assert_same_as_plain(lambda: Net(optimizer=optimizer))
 
@@ -147,7 +147,7 @@ class PlateauNet(ScheduledNet):
     kind = "plateau"
 
 
-@pytest.mark.parametrize("make_model", [ScheduledNet, PlateauNet])
+@pytest.mark.parametrize("make_model", telling([ScheduledNet, PlateauNet], "PlateauNet"))
 def test_lr_schedulers(make_model: Callable[[], Net]) -> None:
     trainer, _ = assert_same_as_plain(make_model, val=lambda: make_data(8, seed=2), max_epochs=3)
     assert trainer.optimizers[0].param_groups[0]["lr"] == {ScheduledNet: 1e-2, PlateauNet: 1e-2 / 8}[make_model]
@@ -197,7 +197,10 @@ class UnlistedNet(Net):
         return make_optimizer("adamw", self.layers[2:].parameters(), 1e-2)
 
 
-@pytest.mark.parametrize("make_model", [FrozenNet, TiedNet, BatchNormNet, UnusedNet, UnlistedNet])
+@pytest.mark.parametrize(
+    "make_model",
+    telling([FrozenNet, TiedNet, BatchNormNet, UnusedNet, UnlistedNet], "FrozenNet", "UnusedNet", "TiedNet"),
+)
 def test_models(make_model: Callable[[], Net]) -> None:
     assert_same_as_plain(make_model, val=lambda: make_data(8, seed=2), max_epochs=2)
 

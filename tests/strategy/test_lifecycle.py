@@ -27,7 +27,7 @@ from lightning_elixir.errors import StateError
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import crossed, full
+from tests.helpers.tiers import crossed, full, telling
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
@@ -119,7 +119,7 @@ class RaisingNet(Net):
 MOMENTS = ["forward", "between", "in backward", "after backward", "after step"]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", telling(MOMENTS, "in backward", "after step"))
 def test_after_an_exception_the_model_can_be_saved_and_trained_on(moment: str) -> None:
     def run(strategy: Any) -> Any:
         pl.seed_everything(4, verbose=False)
@@ -380,7 +380,11 @@ class CopiedMidway(pl.Callback):
         self.states = optimizer.state_dict()
 
 
-@crossed(duplicate=[copy.deepcopy, _pickled, _saved], precision=["32-true", "bf16-mixed"])
+@crossed(
+    told=["deepcopy-32-true", "_pickled-bf16-mixed"],
+    duplicate=[copy.deepcopy, _pickled, _saved],
+    precision=["32-true", "bf16-mixed"],
+)
 def test_what_is_copied_in_the_middle_of_a_fit_is_plain_and_whole(
     tmp_path: Path, duplicate: Any, precision: str
 ) -> None:
@@ -440,7 +444,7 @@ RUNS = {
 }
 
 
-@crossed(elixir=RUNS, has_failed=[False, True])
+@crossed(told=["nvme-False", "const-True"], elixir=RUNS, has_failed=[False, True])
 def test_no_thread_goes_on_when_a_run_is_over(elixir: str, has_failed: bool) -> None:
     before = set(threading.enumerate())
     strategy, model = ElixirStrategy(**RUNS[elixir]), RaisingNet(optimizer="hybrid")

@@ -25,7 +25,7 @@ from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from lightning_elixir.strategy.shared_plans import Planner
 from tests.helpers.dist import run_ranks
 from tests.helpers.nvme import failing
-from tests.helpers.tiers import crossed, full
+from tests.helpers.tiers import crossed, full, telling
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
@@ -79,6 +79,7 @@ def tiers(strategy: ElixirStrategy) -> set[Tier]:
     return {c.optim_tier for c in strategy.plan.chunks if c.requires_grad}
 
 
+@pytest.mark.full
 @crossed(
     told=["GroupsNet-behind_forward"],
     make_model=[Net, LateNet, GroupsNet, FrozenNet, TiedNet],
@@ -222,6 +223,7 @@ def test_auto_sends_parameters_there_where_states_are_not_enough(tmp_path: Path)
     assert plan.forecast.times.nvme_s > 0
 
 
+@pytest.mark.full
 def test_auto_does_not_go_there_where_the_host_has_room(tmp_path: Path) -> None:
     strategy = ElixirStrategy(**CHUNK, gpu_memory_limit="150KiB", nvme_offload_dir=str(tmp_path), hardware=hardware())
     fit(strategy, hybrid())
@@ -369,7 +371,7 @@ def test_a_checkpoint_in_the_middle_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize("call", telling(["preadv", "pwritev"], "pwritev"))
 def test_a_failing_disk_ends_the_run_and_leaves_the_checkpoint_whole(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,7 +127,7 @@ class LateHalfNet(HalfNet):
         self._make()
 
 
-@pytest.mark.parametrize("make_model", [HalfNet, LateHalfNet])
+@pytest.mark.parametrize("make_model", telling([HalfNet, LateHalfNet], "HalfNet"))
 def test_true_half_precision_equals_plain_lightning(make_model: Any) -> None:
     """Initial values too: layers made in the hook are drawn in bf16, those of `__init__` are rounded."""
     expected = fit("auto", make_model, precision="bf16-true", max_epochs=2, val=lambda: make_data(8, seed=2))[2]
@@ -262,8 +262,7 @@ def _mixed_oracle(autocast: bool, num_epochs: int = 2) -> tuple[list[float], dic
     return losses, dict(zip((n for n, _ in model.named_parameters()), masters, strict=True))
 
 
-@pytest.mark.parametrize("autocast", [True, False])
-@pytest.mark.parametrize("model", [Net, LateNet])
+@crossed(told=["Net-True", "LateNet-False"], model=[Net, LateNet], autocast=[True, False])
 def test_mixed_precision_equals_plain_pytorch(autocast: bool, model: Any) -> None:
     losses, masters = _mixed_oracle(autocast)
     strategy = ElixirStrategy(**(TIGHT | {"chunk_size": "8KiB", "gpu_memory_limit": "64KiB"}), autocast=autocast)

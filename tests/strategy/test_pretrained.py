@@ -231,7 +231,7 @@ def _count(make: Callable[[], Any], placement: str, folder: Path, devices: int) 
     return sum(counts), sum(p.numel() for p in model.model.parameters())
 
 
-@pytest.mark.parametrize("placement", ["tight", "cuda", "const", "whole", "nvme"])
+@pytest.mark.parametrize("placement", telling(["tight", "cuda", "const", "whole", "nvme"], "tight", "nvme"))
 def test_ranks_read_every_element_once_between_them(tmp_path: Path, placement: str) -> None:
     _save("llama", tmp_path)
     counts = run_ranks(
@@ -473,7 +473,7 @@ class EarlyNet(TokenNet):
         self.configure_model()
 
 
-@crossed(defer=[None, True], world_size=[1, 2])
+@crossed(told=["True-2"], defer=[None, True], world_size=[1, 2])
 def test_made_in_init(tmp_path: Path, defer: bool | None, world_size: int) -> None:
     _save("gpt2", tmp_path)
     make = functools.partial(EarlyNet, "gpt2", tmp_path, defer=defer)
@@ -692,7 +692,7 @@ def _fit_cut(folder: Path, placement: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("placement", ["tight", "cuda", "nvme"])
+@pytest.mark.parametrize("placement", telling(["tight", "cuda", "nvme"], "nvme"))
 def test_error_while_reading_is_told_on_every_rank(tmp_path: Path, placement: str) -> None:
     _save("llama", tmp_path)
     errors = run_ranks(_fit_cut, 2, tmp_path, placement, init_group=False, fresh=True)

@@ -147,6 +147,7 @@ def test_as_plain_peft(kind: str, placement: str, is_checkpointed: bool) -> None
     assert "uint8" in {c.dtype for c in strategy.plan.chunks}
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("limit", telling(["64KiB", "100KiB"], "64KiB"))
 def test_what_checkpointing_keeps_is_planned_for(limit: str) -> None:

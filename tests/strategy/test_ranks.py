@@ -99,6 +99,7 @@ class RankBranchNet(Net):
 MODELS = [LateNet, ScheduledNet, FrozenNet, TiedNet, RankBranchNet]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make_model", telling(MODELS, "RankBranchNet"))
 def test_models(make_model: Any) -> None:
     _assert_equal_to_ddp(make_model, max_epochs=2)
@@ -124,6 +125,7 @@ def test_trainer_options(options: dict[str, Any]) -> None:
     _assert_equal_to_ddp(**options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("clip", [full({}), {"gradient_clip_val": 0.05}], ids=str)
 def test_accumulation(clip: dict[str, Any]) -> None:
     """DDP sums the micro-batches first and the ranks then; here it is the other way round."""

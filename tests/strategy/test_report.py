@@ -95,6 +95,7 @@ def test_what_was_predicted_and_what_was_measured(tmp_path: Path) -> None:
     assert [x.item() for x in run.losses] == [x.item() for x in fit(ElixirStrategy(**AUTO), max_epochs=2)[2].losses]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [TIGHT, {**CHUNK}, {**CHUNK, "placement_policy": "cuda"}], ids=str)
 def test_every_policy_has_a_timeline(tmp_path: Path, options: dict[str, Any]) -> None:
     fit(ElixirStrategy(**options, report_dir=str(tmp_path / "r")))
@@ -107,7 +108,7 @@ def test_every_policy_has_a_timeline(tmp_path: Path, options: dict[str, Any]) ->
     assert (over if "placement_policy" in options else "Brought up to date after 7 steps") in page
 
 
-@pytest.mark.parametrize("is_measured", [False, True])
+@pytest.mark.parametrize("is_measured", telling([False, True], "False"))
 def test_a_disk_that_was_not_measured_leaves_the_prediction_out(tmp_path: Path, is_measured: bool) -> None:
     """Of a placement that is not searched, no disk is measured: its speed is known from given figures alone."""
     rates = {"nvme_read_bytes_per_s": 2e9, "nvme_write_bytes_per_s": 1e9} if is_measured else {}
@@ -138,6 +139,7 @@ def test_accumulation_and_given_plan(tmp_path: Path) -> None:
     assert report["facts"]["samples in a step"] == "8"
 
 
+@pytest.mark.full
 def test_of_several_micro_batches_all_are_measured(tmp_path: Path) -> None:
     assert_all_micro_batches_are_measured(tmp_path, TIGHT)
 
@@ -179,7 +181,11 @@ def test_what_was_foreseen_in_another_run_is_not_said_of_this_one(tmp_path: Path
     assert (predicted["foreseen_s"], predicted["foreseen_after_steps"]) == (foreseen[0].times.total_s, 0)
 
 
-@crossed(how=[pytest.param(AUTO, id="auto"), pytest.param(TIGHT, id="cpu")], options=[{}, {"precision": "bf16-mixed"}])
+@crossed(
+    told=["auto-{}"],
+    how=[pytest.param(AUTO, id="auto"), pytest.param(TIGHT, id="cpu")],
+    options=[{}, {"precision": "bf16-mixed"}],
+)
 def test_gradients_that_are_added_up_take_what_was_predicted(
     tmp_path: Path, how: dict[str, Any], options: dict[str, Any]
 ) -> None:

@@ -22,7 +22,7 @@ from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.warm_up import WarmUp
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.metered import MeteredCpuDevice, use_metered_device
-from tests.helpers.tiers import crossed, full
+from tests.helpers.tiers import crossed, full, telling
 from tests.strategy.models import CHUNK, TIGHT, WIDTH, Net, assert_same_run, assert_same_state, fit, make_data
 from tests.strategy.nets import MESSAGE, TightNet
 
@@ -47,7 +47,7 @@ def test_a_repeated_step_gives_the_same_bits(phase: str, batches: tuple[int, ...
     assert "lower gpu_memory_limit" in told[0]
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", telling(["forward", "backward"], "backward"))
 def test_mixed_precision_and_clipping(phase: str) -> None:
     def make(*args: Any) -> TightNet:
         return TightNet(*args, optimizer="hybrid")
@@ -81,13 +81,13 @@ class TightBatchNormNet(TightNet):
         self.layers[3].norm = nn.BatchNorm1d(WIDTH)
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", telling(["forward", "backward"], "forward"))
 def test_running_statistics_see_a_batch_once(phase: str) -> None:
     _, model = _fit_tight(phase, (0, 3), TightBatchNormNet)
     assert model.layers[1].norm.num_batches_tracked.item() == 8
 
 
-@crossed(phase=["forward", "backward"], batches=[(0, 0), (3, 3)])
+@crossed(told=["backward-(3, 3)"], phase=["forward", "backward"], batches=[(0, 0), (3, 3)])
 def test_a_second_failure_is_an_error_with_a_cure(phase: str, batches: tuple[int, ...]) -> None:
     with pytest.raises(CapacityError, match=f"in {phase} again .*lower gpu_memory_limit") as caught:
         fit(ElixirStrategy(**TIGHT), lambda: TightNet(phase, batches))
@@ -210,7 +210,7 @@ class MetricNet(TightNet):
         return {"loss": loss, "logits": loss * 2}
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", telling(["forward", "backward"], "forward"))
 def test_metrics_that_have_seen_the_batch_are_named(phase: str, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "lightning_elixir"):
         _, model = _fit_tight(phase, (2,), MetricNet)
@@ -233,7 +233,7 @@ class WatchedNet(TightNet):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", telling(["forward", "backward"], "backward"))
 def test_activations_of_the_failed_run_are_gone(phase: str) -> None:
     gc.disable()
     try:
@@ -393,6 +393,7 @@ def test_a_validation_batch_is_run_again() -> None:
     assert_same_state(actual.state, expected.state)
 
 
+@pytest.mark.full
 def test_a_validation_batch_that_never_fits_is_refused() -> None:
     with pytest.raises(CapacityError, match="ran out of memory"):
         fit(ElixirStrategy(**TIGHT), lambda: ValidatedNet(100), val=lambda: make_data(seed=3))

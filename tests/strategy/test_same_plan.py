@@ -19,7 +19,7 @@ from lightning_elixir.plan.types import Plan
 from lightning_elixir.strategy import ElixirStrategy, shared_plans
 from lightning_elixir.strategy.shared_plans import Planner
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import telling
+from tests.helpers.tiers import crossed
 from tests.strategy.models import make_trainer
 
 WIDTH, NUM_LAYERS, BATCH = 512, 8, 4
@@ -78,8 +78,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("host", telling(["24MiB", "64MiB"], "64MiB"))
-@pytest.mark.parametrize("case", telling(list(CASES), "accumulate", "torch", "averages"))
+@crossed(told=["accumulate-64MiB"], case=list(CASES), host=["24MiB", "64MiB"])
 def test_the_fit_comes_to_the_plan_of_the_command(
     case: str, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

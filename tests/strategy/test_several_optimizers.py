@@ -229,7 +229,7 @@ class Swapped(Both):
         return [dis, gen], [scheduler]
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", telling(["full", "sharded"], "sharded"))
 def test_resume(tmp_path: Path, kind: Any) -> None:
     path = str(tmp_path / "c.ckpt")
     plain, first, second = Both(), Both(), Both()

@@ -479,7 +479,7 @@ def test_an_interrupted_wait_leaves_the_save_under_way(monkeypatch: pytest.Monke
 # What had the name before
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("can_exchange", telling([True, False], "True"))
 def test_a_checkpoint_of_one_file_goes_when_the_folder_is_there(
     monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:

@@ -24,6 +24,7 @@ from lightning_elixir.profiling.measured_hardware import HardwareProbe
 from lightning_elixir.strategy import ElixirStrategy, warm_up
 from lightning_elixir.strategy.steady_look import SteadyLook
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import telling
 from tests.strategy.fabric_runs import Loop, make_fabric, run_steps, set_up, train
 from tests.strategy.models import CHUNK, Net, fit, make_data
 from tests.strategy.nets import ManualNet
@@ -230,6 +231,7 @@ def test_ranks_under_fabric_expect_the_same() -> None:
     assert first == second
 
 
+@pytest.mark.full
 def test_a_short_fit_leaves_no_step_timed() -> None:
     class Reader(pl.Callback):
         def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -246,6 +248,7 @@ def test_a_short_fit_leaves_no_step_timed() -> None:
     assert seen == [False]
 
 
+@pytest.mark.full
 def test_garbage_is_collected_before_training_has_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU: searches leave so much that it would come in one of the next steps."""
     monkeypatch.setattr(warm_up, "_UNHURRIED", ())
@@ -263,7 +266,7 @@ def test_garbage_is_collected_before_training_has_settled(monkeypatch: pytest.Mo
     assert stages.count(warm_up.Stage.DONE) == 1
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("is_kept", telling([True, False], "True"))
 def test_a_fit_on_the_cpu_goes_by_kept_figures(is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And measures nothing. They are the machine's own, so training corrects them."""
     monkeypatch.setattr(measured_hardware, "default_cache_dir", lambda: tmp_path)

@@ -22,7 +22,7 @@ from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.stepping import speculation
 from lightning_elixir.strategy import ElixirStrategy, shared_plans, steady_look
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import full
+from tests.helpers.tiers import full, telling
 from tests.helpers.update_timing import slow_updates
 from tests.strategy.models import TIGHT, Net, assert_same_run, fit, make_data
 from tests.strategy.nets import TightNet
@@ -241,6 +241,7 @@ def test_the_forecast_tells_of_steps_that_wait_for_the_norm(monkeypatch: pytest.
     assert len(usual) == len(waiting) == 1  # which is longer depends on how much computing there is to hide behind
 
 
+@pytest.mark.full
 def test_after_the_fit_the_plan_and_the_report_go_on_to_tell_of_steps_that_wait(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -328,7 +329,7 @@ def test_a_repeated_step_begins_updates_again_that_can_be_taken_back(
     assert trainer.strategy.stats().redone_steps == (2 if phase == "backward" else 0)
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", telling(["forward", "backward"], "forward"))
 def test_a_repeated_step_takes_up_the_updates_that_have_begun(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those chunks' gradients are not used twice, and nobody else's are lost."""
 

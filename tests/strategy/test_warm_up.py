@@ -84,7 +84,7 @@ def test_what_fits_is_on_the_device(make_model: type[Net], changes: list[int]) -
     assert all(chunk.optim_tier is (Tier.GPU if make_model is Net else Tier.CPU) for chunk in plans[0].chunks)
 
 
-@pytest.mark.parametrize("make_model", [Net, UnforeseenNet])
+@pytest.mark.parametrize("make_model", telling([Net, UnforeseenNet], "Net"))
 def test_what_does_not_fit_stays_on_the_host(make_model: type[Net]) -> None:
     plans = _plans(make_model, gpu_memory_limit="96KiB")
     assert not plans[-1].is_all_resident
@@ -116,6 +116,7 @@ def test_no_more_host_memory_is_made_ahead_than_the_final_plan_takes(
     assert allowed[0] > taken / 2
 
 
+@pytest.mark.full
 def test_accumulation_makes_the_first_step_longer() -> None:
     assert _changes(_plans(UnforeseenNet, gpu_memory_limit="96KiB", accumulate=3))[:1] == [3]
 
@@ -162,6 +163,7 @@ def test_gradients_from_before_the_first_batch_put_the_plan_off() -> None:
     assert strategy.plan.forecast is not None
 
 
+@pytest.mark.full
 def test_a_final_plan_is_kept_for_the_next_fit() -> None:
     strategy = ElixirStrategy(gpu_memory_limit="8MiB", **CHUNK)
     trainer, model, _ = fit(strategy)
@@ -296,7 +298,7 @@ def test_a_plan_that_turns_out_too_large_is_left_for_one_that_is_no_faster() -> 
     assert smaller.forecast.peak_gpu_bytes <= 200 * 1024
 
 
-@pytest.mark.parametrize("lacking", [0, 2**24])
+@pytest.mark.parametrize("lacking", telling([0, 2**24], "16777216"))
 def test_the_smallest_plan_is_left_where_steps_take_less_than_was_foreseen(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacking: int
 ) -> None:

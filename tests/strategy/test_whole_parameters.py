@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_elixir import ElixirStrategy
 from lightning_elixir.plan.units import format_bytes
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import full, telling
+from tests.helpers.tiers import crossed, full, telling
 
 TIGHT: dict[str, Any] = {"placement_policy": "cpu", "chunk_size": 4096, "gpu_memory_limit": "30KiB"}
 
@@ -129,7 +129,7 @@ def test_plain_lightnings_numbers(kind: str, options: dict[str, Any]) -> None:
     assert not options or trainer.strategy.stats().evictions > 0  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", telling(KINDS, "muon"))
 def test_mixed_precision_is_the_same_everywhere(kind: str) -> None:
     models = [MODELS[kind]() for _ in range(3)]
     policies: list[dict[str, Any]] = [TIGHT, {"placement_policy": "cuda", "chunk_size": 4096}, {}]
@@ -141,8 +141,7 @@ def test_mixed_precision_is_the_same_everywhere(kind: str) -> None:
         assert [n for n, v in models[0].state_dict().items() if not torch.equal(state[n], v)] == []
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("how", ["full", "sharded"])
+@crossed(told=["full-adafactor", "sharded-muon", "sharded-8 bits"], how=["full", "sharded"], kind=MODELS)
 def test_resume(tmp_path: Path, kind: str, how: Any) -> None:
     path = str(tmp_path / "c.ckpt")
     plain, first, second = (MODELS[kind]() for _ in range(3))

@@ -31,7 +31,7 @@ from lightning_elixir.plan.simulator.step import SimulatedStep, StepSimulator
 from lightning_elixir.plan.simulator.timeline import Timeline, with_times
 from lightning_elixir.plan.types import AccessTrace, Acquire, Forecast, ParamSpec, Plan, StepTimes, Tier, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
-from tests.helpers.tiers import full
+from tests.helpers.tiers import full, telling
 from tests.plan.models import accesses_of, random_specs, spec
 from tests.plan.problems import (
     HARDWARE,
@@ -73,7 +73,7 @@ def random_cases(seed: int, count: int, most_chunks: int = 6) -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("is_certain", [True, False])
+@pytest.mark.parametrize("is_certain", telling([True, False], "True"))
 def test_what_tensors_take_is_told_without_the_margin(is_certain: bool) -> None:
     """The same placement without it has as many bytes at its highest moment."""
     found = 0
@@ -289,6 +289,7 @@ def test_of_chunk_sizes_as_fast_that_with_less_work_for_the_host_is_taken() -> N
     assert taken[0.0] > taken[1.0], taken
 
 
+@pytest.mark.full
 def test_where_times_are_guessed_the_middle_one_of_sizes_as_fast_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_module, "_GUESS_ERROR", 0.3)
     specs = layers(32)

@@ -57,7 +57,7 @@ def test_the_search_finds_the_best_placement(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", telling(["nominal", "slow collectives", "collectives", "slow host Adam"], "nominal", "collectives")
+    "name", telling(["nominal", "slow collectives", "collectives", "slow host Adam"], "collectives")
 )
 def test_the_search_finds_the_best_placement_on_two_ranks(name: str) -> None:
     random = Random(name)
