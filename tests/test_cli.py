@@ -237,6 +237,7 @@ SMALL_GPT = ["plan", "--model", "gpt2", "--set", "n_layer=4", "n_embd=256", "n_h
 SMALL_GPT += ["n_positions=128", "--batch-size", "1", "--chunk-size", "256KiB", "--cpu-memory", "8GiB"]
 
 
+@pytest.mark.full
 def test_a_plan_that_fits_is_not_shown_above_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
     """Though the highest of all kinds together would be: gradients come while activations go. Of each kind it shows
     what that takes at the highest moment."""

@@ -59,6 +59,7 @@ def test_lora_leaves_an_adapter_that_changes_the_frozen_model(
     assert not torch.equal(_logits(peft.PeftModel.from_pretrained(base, "adapter")), frozen)
 
 
+@pytest.mark.full
 def test_pretraining_from_a_config_goes_on_from_its_checkpoint(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

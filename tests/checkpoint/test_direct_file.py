@@ -37,6 +37,7 @@ def test_what_was_written_is_there(path: Path, sizes: list[int]) -> None:
     assert path.read_bytes() == b"".join(parts)
 
 
+@pytest.mark.full
 def test_many_writes_of_all_sizes_over_more_pieces_than_there_are(path: Path) -> None:
     dice = random.Random(0)
     parts = [dice.randbytes(dice.choice([1, 63, 4095, 70_001, 3_000_000])) for _ in range(160)]

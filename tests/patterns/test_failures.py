@@ -290,6 +290,7 @@ def clip_by_hand() -> tuple[dict[str, Tensor], list[type]]:
 CLIP = 0.05
 
 
+@pytest.mark.full
 def test_gradients_in_parts_are_as_any_tensor_element_by_element() -> None:
     _, _, expected = train_plain(Case(clip_norm=CLIP), 1)
     for state, seen in run_ranks(clip_by_hand, 2):

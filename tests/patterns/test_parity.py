@@ -81,7 +81,7 @@ def test_equals_one_process_with_all_batches(name: str) -> None:
 
 
 def test_cut_values_from_the_host_arrive_piece_by_piece() -> None:
-    world, case = CASES["both"]
+    world, case = CASES["tensor"]
     directly = run_ranks(train_ranks, world, case)
     for (run, pieces), expected in zip(run_ranks(sent_up, world, train_ranks, case), directly, strict=True):
         assert run[:2] == expected[:2]
@@ -106,6 +106,7 @@ def _with_fates(case: Case) -> Any:
         return train_ranks(case, counts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fate", telling(["recompute", "offload", "recompute_offloaded"], "recompute_offloaded"))
 @pytest.mark.parametrize("name", telling(["tensor", "expert", "both"], "expert"))
 def test_numbers_do_not_depend_on_what_becomes_of_activations(name: str, fate: str) -> None:

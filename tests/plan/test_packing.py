@@ -230,6 +230,7 @@ def test_search_always_ends_with_a_size_that_works(specs: list[ParamSpec], world
             assert all(c.numel <= numel for c in packed)
 
 
+@pytest.mark.full
 def test_search_over_a_model_of_175_billion_parameters_is_quick() -> None:
     width = 12288
     specs = [spec("embedding", 50272, width, dtype="float16")]

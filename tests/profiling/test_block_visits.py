@@ -19,7 +19,7 @@ from lightning_elixir.plan.fates import with_fates
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.profiling.blocks import blocks_of, found_blocks
 from tests.helpers.plans import make_plan
-from tests.helpers.tiers import full
+from tests.helpers.tiers import full, telling
 
 
 class Block(nn.Module):
@@ -71,7 +71,7 @@ def test_watching_blocks_changes_nothing() -> None:
         assert getattr(watched, name) == getattr(plain, name), name
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", telling([None, torch.bfloat16], "None"))
 def test_recomputing_is_foreseen_as_a_real_checkpoint_takes_it(dtype: torch.dtype | None) -> None:
     x = torch.zeros(8, 512, 256)
     model = Net()

@@ -30,7 +30,7 @@ from lightning_elixir.profiling.measured_hardware import profile_hardware
 from lightning_elixir.profiling.rates import Workbench
 from lightning_elixir.profiling.stopwatch import Stopwatch
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import telling
+from tests.helpers.tiers import full, telling
 
 MIB = 2**20
 # Little memory and time: what is tested is never how fast this machine is.
@@ -199,10 +199,10 @@ def _without(path: Path, key: str) -> str:
     "spoil",
     [
         lambda path: path.write_text(path.read_text()[:-100]),
-        lambda path: path.write_bytes(b"\xff\xfe\x00"),
-        lambda path: path.write_text("[1, 2]"),
+        full(lambda path: path.write_bytes(b"\xff\xfe\x00")),
+        full(lambda path: path.write_text("[1, 2]")),
         lambda path: path.write_text(path.read_text().replace('"schema": 2', '"schema": 99', 2)),
-        lambda path: path.write_text(path.read_text().replace('"num_cores": ', '"num_cores": 9')),
+        full(lambda path: path.write_text(path.read_text().replace('"num_cores": ', '"num_cores": 9'))),
         lambda path: path.write_text(_without(path, "h2d")),
         lambda path: path.unlink() or path.mkdir(),
     ],
@@ -461,7 +461,7 @@ def test_another_process_is_seen() -> None:
     assert 0.09 < core_times().own_s - after.own_s < 0.3  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("who", [CoreWatch, Stopwatch])
+@pytest.mark.parametrize("who", telling([CoreWatch, Stopwatch], "CoreWatch"))
 def test_what_a_busy_machine_shows_is_not_kept(
     who: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

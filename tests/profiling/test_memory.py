@@ -155,6 +155,7 @@ def test_equal_to_a_real_run_on_the_cpu(name: str) -> None:
     assert found.grad_bytes == sum(p.grad.numel() * 4 for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", telling(["plain", "reentrant", "non-reentrant"], "non-reentrant"))
 def test_agrees_with_mem_tracker(mode: str) -> None:
     inp = {"x": torch.zeros(8, 64, 64, requires_grad=True)}

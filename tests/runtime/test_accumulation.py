@@ -59,6 +59,7 @@ def test_same_bits_however_it_is_done(name: str, options: dict[str, Any]) -> Non
     check_bits(ACCUMULATED[name], CPU, ["mixed"], **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("site", telling(["every_site", "streamed_param_on_gpu", "mixed_persistent"], "every_site"))
 def test_same_bits_wherever_the_rest_lies(site: str) -> None:
     check_bits(HOWS["accumulated"], CPU, [site], timing=BEHIND)
@@ -135,7 +136,7 @@ def test_what_gradients_are_reduced_in_is_nothing_to_one_rank(site: str) -> None
     [
         full("accumulated", {"is_known": True}),
         full("accumulated_clipped", {"timing": BEHIND}),
-        ("unused_accumulated", {"is_known": True, "timing": BEHIND}),
+        full("unused_accumulated", {"is_known": True, "timing": BEHIND}),
         ("late_accumulated", {"enable_distributed_storage": False}),
     ],
 )

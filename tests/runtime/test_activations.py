@@ -20,6 +20,7 @@ from lightning_elixir.runtime import offloading
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.activations import FATES, PLACEMENTS, ROWS, WIDTH, Block, Pair, Stack, planned
 from tests.helpers.dist import run_ranks
+from tests.helpers.once import computed_once
 from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed, telling
 from tests.helpers.training import Scheme, different_names, train_elixir, train_plain
@@ -757,13 +758,19 @@ def _on_ranks(fate: str, is_one_by_one: bool = False) -> dict[str, Tensor]:
     return module.full_state_dict(rank0_only=False)
 
 
-def test_two_ranks() -> None:
-    results = {fate: run_ranks(_on_ranks, 2, fate)[0] for fate in ("keep", "recompute", "offload")}
-    for fate in ("recompute", "offload"):
-        assert all(torch.equal(results[fate][name], value) for name, value in results["keep"].items()), fate
+@computed_once
+def _kept_on_ranks() -> dict[str, Tensor]:
+    state: dict[str, Tensor] = run_ranks(_on_ranks, 2, "keep")[0]
+    return state
+
+
+@pytest.mark.parametrize("fate", telling(["recompute", "offload"], "offload"))
+def test_two_ranks(fate: str) -> None:
+    found = run_ranks(_on_ranks, 2, fate)[0]
+    assert all(torch.equal(found[name], value) for name, value in _kept_on_ranks().items())
 
 
 @pytest.mark.parametrize("fate", telling(FATES[1:], "recompute_offloaded"))
 def test_blocks_that_two_ranks_call_one_by_one(fate: str) -> None:
-    kept, found = run_ranks(_on_ranks, 2, "keep")[0], run_ranks(_on_ranks, 2, fate, True)[0]
-    assert all(torch.equal(found[name], value) for name, value in kept.items())
+    found = run_ranks(_on_ranks, 2, fate, True)[0]
+    assert all(torch.equal(found[name], value) for name, value in _kept_on_ranks().items())

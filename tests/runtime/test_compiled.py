@@ -283,6 +283,7 @@ def test_placements_give_the_same_bits_with_the_compiler_that_people_use() -> No
     assert run_processes(code, 1) == [0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", [by_call, full(by_module), full(by_forward), full(by_class)])
 def test_frozen_weights_and_adapters(form: Callable[[Net], nn.Module]) -> None:
     def frozen() -> nn.Module:
@@ -403,6 +404,7 @@ def fully(net: Net) -> Net:
     return net
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", [full(fully), by_module, full(by_forward)])
 def test_compiled_after_the_first_step(form: Callable[[Net], Any]) -> None:
     def trained(run: Any) -> Trained:
@@ -628,6 +630,7 @@ def most_in_use(trace: AccessTrace) -> int:
     return max(map(len, trace.in_use()))
 
 
+@pytest.mark.full
 @crossed(told=["as_a_whole-no"], form=FORMS, checkpointing=["no", "around"])
 def test_the_profile_knows_what_is_needed_at_once(form: Callable[[Net], nn.Module], checkpointing: str) -> None:
     model = form(Net(checkpointing))

@@ -293,6 +293,7 @@ def both_ways(limits: dict[int, Limits], options: dict[str, Any]) -> None:
     assert_as_if_nothing_had_happened(train(limits, **options), train({}, **options))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_distributed", telling([True, False], "True"))
 def test_on_two_ranks(is_distributed: bool) -> None:
     run_ranks(both_ways, 2, {2: (SMALL, None), 5: (None, None)}, {"enable_distributed_storage": is_distributed})

@@ -164,6 +164,7 @@ def test_on_nvme_the_last_optimizer_has_the_states(is_moved: bool) -> None:
     module.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("site", telling(["nvme", "host"], "nvme"))
 def test_one_optimizer_after_the_other(site: str) -> None:
     """Over other parameters of the same chunks; the first one is still there."""

@@ -100,6 +100,7 @@ def test_several_ranks(how: str, options: dict[str, Any]) -> None:
         assert_same(run_ranks(train_rank, 2, HOWS[how], site, timing, options)[0], expected[0])
 
 
+@pytest.mark.full
 def test_two_engines_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     trainings = [new_training(HOWS[name]) for name in ("bf16", "fp32")]
     with slow_disk(monkeypatch):
@@ -185,6 +186,7 @@ def assert_same_moments(actual: Training, expected: Training) -> None:
             assert [i for i, run in wanted.items() if not torch.equal(run, runs[i])] == [], (chunk.id, key)
 
 
+@pytest.mark.full
 def test_parameters_between_others_that_have_states(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, actual = subset_training("host"), None
     for number in range(2):

@@ -155,6 +155,7 @@ def test_the_bits_are_those_of_plain_pytorch(name: str, site: str, spared: str) 
     assert (seen.num_ahead[-1] > 0) is (spared != "none")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "site", "spared"), [("clipped", "mixed", "odd"), full("both", "every_site", "third")])
 def test_the_bits_are_those_of_plain_pytorch_with_ranks(name: str, site: str, spared: str) -> None:
     for seen in run_ranks(_check_against_plain, 2, name, site, spared, 2):
@@ -166,6 +167,7 @@ def test_the_bits_are_those_of_plain_pytorch_with_ranks(name: str, site: str, sp
 # Against updates in the step
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", telling(sorted(HOWS), "accumulated_clipped", "unused", "tied"))
 def test_every_way_to_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_slots(monkeypatch)

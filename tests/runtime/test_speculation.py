@@ -688,6 +688,7 @@ def test_what_was_said_of_several_backwards_survives_a_move() -> None:
     module.close()
 
 
+@pytest.mark.full
 def test_another_optimizer_drops_what_the_first_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both write to the spare masters."""
     how = NEVER_CLIPPED
@@ -806,6 +807,7 @@ def test_what_is_written_through_kept_aliases_is_not_lost(
     assert all(map(torch.equal, actual, expected))
 
 
+@pytest.mark.full
 def test_what_was_read_before_backward_hinders_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     how = NEVER_CLIPPED
     trainings = warm_pair(how)

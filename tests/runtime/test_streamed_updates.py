@@ -102,6 +102,7 @@ def test_unused_parameters_stay_untouched() -> None:
 # Moving
 
 
+@pytest.mark.full
 @crossed(
     told=["memory-bf16_true"],
     order=[pytest.param(ORDER, id="memory"), pytest.param(NVME_ORDER, id="nvme")],

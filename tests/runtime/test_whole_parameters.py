@@ -189,7 +189,8 @@ def test_clipping() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"), [("adafactor", 2), ("adafactor", 3), ("muon", 2), ("muon", 3), full("AdamW8bit", 2)]
+    ("name", "world_size"),
+    [("adafactor", 2), full("adafactor", 3), full("muon", 2), ("muon", 3), full("AdamW8bit", 2)],
 )
 def test_ddps_numbers_on_several_ranks(name: str, world_size: int) -> None:
     got = run_ranks(_trained_on_rank, world_size, name)

@@ -86,6 +86,7 @@ class CalledByHand(WideBatches):
             self.optimizers().zero_grad()
 
 
+@pytest.mark.full
 @crossed(told=["offload"], activations=[fate.value for fate in Fate])
 def test_layers_that_a_model_calls_itself_under_manual_optimization(activations: str) -> None:
     _, _, expected = fit("auto", CalledByHand)
@@ -113,6 +114,7 @@ def test_what_is_no_value_is_refused_before_anything_begins(value: Any) -> None:
         fit(ElixirStrategy(**TIGHT, activations=value))
 
 
+@pytest.mark.full
 def test_a_given_plan_gets_what_is_asked_for(tmp_path: Path) -> None:
     folder = tmp_path / "report"
     fit(ElixirStrategy(**TIGHT, activations="offload", report_dir=str(folder)), WideBatches)

@@ -191,6 +191,7 @@ def _begin_from(path: Path, devices: int, precision: Any = "32-true") -> tuple[d
     return seen.averages, seen.weights
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 def test_sharded_checkpoints_hold_what_whole_ones_do(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ def test_only_rank_0_holds_the_model_while_it_is_built() -> None:
     assert all(second[3])
 
 
+@pytest.mark.full
 def test_ties_frozen_layers_buffers_and_lstm_are_the_same_on_all_ranks() -> None:
     def flat(result: Any) -> Any:
         return result[1]

@@ -55,6 +55,7 @@ def test_stochastic_weight_averaging() -> None:
     assert_same_as_plain(callbacks=_swa, max_epochs=4)
 
 
+@pytest.mark.full
 def test_stochastic_weight_averaging_with_batch_norm_ends_with_the_average() -> None:
     """Plain Lightning takes one more step, with the gradients of the last one, after the average is in place."""
     _, _, expected = fit("auto", BatchNormNet, callbacks=_swa(), max_epochs=4)

@@ -118,6 +118,7 @@ def test_as_the_plain_trainer(form: Callable[[], Any]) -> None:
     assert_as_compiled_blocks(form, TIGHT, val=make_data, max_epochs=2, accumulate_grad_batches=2)
 
 
+@pytest.mark.full
 def test_with_nothing_set() -> None:
     """And with clipping, whose norm has an order of its own."""
     _, _, expected = fit("auto", NetOfCompiledBlocks, gradient_clip_val=0.1)
@@ -125,6 +126,7 @@ def test_with_nothing_set() -> None:
     torch.testing.assert_close(actual.losses, expected.losses, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_limit_that_auto_plans_for(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightning_elixir"):
         assert_as_compiled_blocks(compiled_net, {"gpu_memory_limit": "96KiB", "chunk_size": "16KiB"})

@@ -201,7 +201,9 @@ def assert_trains_as_plainly(make: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
-@pytest.mark.parametrize("make", [StepsItsScheduler, SetsItsRate, AsksTheTrainerForRates, full(ZeroesGradients)])
+@pytest.mark.parametrize(
+    "make", [StepsItsScheduler, full(SetsItsRate), full(AsksTheTrainerForRates), full(ZeroesGradients)]
+)
 def test_optimizers_and_schedulers_do_not_notice(make: type[Net], profiles: list[Any]) -> None:
     assert_trains_as_plainly(make)
     assert isinstance(profiles[0], MemoryProfile)
@@ -222,6 +224,7 @@ class DrawsFromItsOwn(Net):
         return super().loss([x * torch.bernoulli(torch.sigmoid(x), generator=self.more["masks"][0]), y])
 
 
+@pytest.mark.full
 def test_generators_of_the_module_are_where_they_were(profiles: list[Any]) -> None:
     _, plain, expected = fit("auto", DrawsFromItsOwn)
     _, ours, actual = fit(ElixirStrategy(**LIMIT), DrawsFromItsOwn)
@@ -280,6 +283,7 @@ class SquareOfMost(Metric):
         return self.total
 
 
+@pytest.mark.full
 def test_metrics_that_need_values_are_left_out(profiles: list[Any]) -> None:
     assert_trains_as_plainly(CountsHits)
     assert isinstance(profiles[0], MemoryProfile)
@@ -480,6 +484,7 @@ def test_it_fetches_nothing(profiles: list[Any], monkeypatch: pytest.MonkeyPatch
     assert (fetches, moved) == (fetches_after, moved_after)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", telling(["32-true", "bf16-mixed", "bf16-true", "64-true"], "bf16-mixed"))
 def test_it_tells_what_the_profiler_tells_of_the_plain_model(precision: str, profiles: list[Any]) -> None:
     strategy = ElixirStrategy(**LIMIT)
@@ -640,6 +645,7 @@ def test_the_collector_waits_until_the_first_step(monkeypatch: pytest.MonkeyPatc
     assert all(in_steps)
 
 
+@pytest.mark.full
 def test_there_is_one_for_each_engine(profiles: list[Any]) -> None:
     strategy = ElixirStrategy(**LIMIT)
     trainer, model, _ = fit(strategy)
@@ -703,7 +709,7 @@ class FollowsAnAverage(Net):
 
 
 @pytest.mark.parametrize(
-    ("make", "name"), [(ScalesWeights, r"layers\.\d\.up\.weight"), (FollowsAnAverage, r"teacher\.0\.norm\.weight")]
+    ("make", "name"), [(ScalesWeights, r"layers\.\d\.up\.weight"), full(FollowsAnAverage, r"teacher\.0\.norm\.weight")]
 )
 def test_writes_in_the_step_that_would_be_lost_are_an_error(make: type[Net], name: str) -> None:
     with pytest.raises(StateError, match=rf"written inside forward: .*{name}.*move the write") as raised:
@@ -711,6 +717,7 @@ def test_writes_in_the_step_that_would_be_lost_are_an_error(make: type[Net], nam
     assert ("in ignored=" in str(raised.value)) == (make is FollowsAnAverage)
 
 
+@pytest.mark.full
 def test_a_frozen_copy_out_of_chunks_may_follow_an_average_in_the_step() -> None:
     options = {**CHUNK, "gpu_memory_limit": "130KiB"}  # beside the copy chunks move
     assert_same_run(
@@ -765,6 +772,7 @@ def test_all_ranks_watch_where_one_cannot_tell() -> None:
     assert [losses for losses, _ in found] == run_ranks(_ddp, 2, init_group=False)
 
 
+@pytest.mark.full
 def test_modules_within_modules_and_the_trainer_in_attributes(profiles: list[Any]) -> None:
     class Inner(LightningModule):
         def __init__(self) -> None:
@@ -1143,6 +1151,7 @@ def test_tensors_without_values_are_not_trained_with(monkeypatch: pytest.MonkeyP
     assert_same_run(actual, expected)
 
 
+@pytest.mark.full
 def test_errors_are_logged_once_and_what_is_logged_once_is_logged(profiles: list[Any], caplog: Any) -> None:
     user = logging.getLogger("user of the dry run")
 
@@ -1262,6 +1271,7 @@ def test_what_other_threads_do_meanwhile_is_not_undone(monkeypatch: pytest.Monke
     thread.join()
 
 
+@pytest.mark.full
 def test_batches_and_models_are_put_back_beside_other_threads(profiles: list[Any]) -> None:
     class Doubling(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

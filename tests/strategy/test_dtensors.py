@@ -52,6 +52,7 @@ def test_equals_plain_training(kind: str, world: int) -> None:
     assert difference(found, expected) < CLOSE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, full(2)])
 def test_tensor_parallel_size_of_one(world: int) -> None:
     expected = fit_plain("language", world)

@@ -10,6 +10,7 @@ import torch
 
 from lightning_elixir._lightning import pl
 from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.tiers import crossed, full
 from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, make_data, make_trainer
 
 
@@ -25,9 +26,12 @@ def _evaluate(strategy: Any, make_model: Callable[[], Net], **options: Any) -> t
     return validated, tested, torch.cat(predicted)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("make_model", [Net, LateNet])
-@pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("options", [TIGHT, CHUNK, {**CHUNK, "gpu_memory_limit": "96KiB"}], ids=str)
+@crossed(
+    together=1,
+    options=[TIGHT, CHUNK, {**CHUNK, "gpu_memory_limit": "96KiB"}],
+    inference_mode=[True, False],
+    make_model=[Net, LateNet],
+)
 def test_alone(make_model: Callable[[], Net], inference_mode: bool, options: dict[str, Any]) -> None:
     expected = _evaluate("auto", make_model, inference_mode=inference_mode)
     strategy = ElixirStrategy(**options)
@@ -52,7 +56,7 @@ def test_several_loaders() -> None:
     assert run(ElixirStrategy(**TIGHT)) == run("auto")
 
 
-@pytest.mark.parametrize("options", [TIGHT, {**CHUNK, "gpu_memory_limit": "128KiB"}], ids=str)
+@pytest.mark.parametrize("options", [TIGHT, full({**CHUNK, "gpu_memory_limit": "128KiB"})], ids=str)
 def test_around_fit(options: dict[str, Any]) -> None:
     def run(strategy: Any) -> Any:
         pl.seed_everything(3, verbose=False)

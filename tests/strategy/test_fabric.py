@@ -414,6 +414,7 @@ class UnderTwoOptimizers(LightningModule):
         return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)
 
 
+@pytest.mark.full
 def test_the_trainer_goes_on_from_a_folder_with_several_optimizers(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     whole, _, _ = _two_optimizers(make_fabric("auto"), None, 0, 6)

@@ -64,6 +64,7 @@ def test_losses_are_as_if_nothing_had_happened(name: str) -> None:
     check(*train_within(options, limits, loop), train("auto", loop), is_searched=name == "given back and taken again")
 
 
+@pytest.mark.full
 def test_on_two_ranks() -> None:
     loop = Loop(steps=7, devices=2)
     limits, options = RUNS["given back and taken again"]

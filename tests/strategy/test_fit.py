@@ -212,9 +212,9 @@ def test_models(make_model: Callable[[], Net]) -> None:
         full({"limit_train_batches": 3, "limit_val_batches": 1}),
         full({"limit_train_batches": 0.5}),
         {"detect_anomaly": True},
-        {"inference_mode": False},
+        full({"inference_mode": False}),
         {"max_steps": 5, "max_epochs": -1},
-        {"fast_dev_run": 3},
+        full({"fast_dev_run": 3}),
         full({"deterministic": True}),
         full({"check_val_every_n_epoch": 2, "max_epochs": 4}),
         {"log_every_n_steps": 1, "profiler": "simple"},
@@ -275,7 +275,11 @@ def test_two_fits_of_one_trainer_go_on_where_the_first_ended() -> None:
 
 @pytest.mark.parametrize(
     "second",
-    [{}, {"chunk_size": "24KiB", "gpu_memory_limit": "128KiB"}, {"placement_policy": "cuda", "gpu_memory_limit": None}],
+    [
+        full({}),
+        {"chunk_size": "24KiB", "gpu_memory_limit": "128KiB"},
+        {"placement_policy": "cuda", "gpu_memory_limit": None},
+    ],
 )
 def test_a_second_trainer_takes_the_model_over(second: dict[str, Any]) -> None:
     def run(first: Any, second: Any) -> Any:

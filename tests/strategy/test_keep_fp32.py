@@ -318,6 +318,7 @@ def test_every_placement_gives_the_same_bits(tmp_path: Path, options: dict[str, 
         assert all(torch.equal(value, runs["cuda"].state[key]) for key, value in run.state.items()), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", telling(["full", "sharded"], "sharded"))
 def test_training_goes_on_with_another_keep_fp32(tmp_path: Path, kind: Any) -> None:
     """Of which the next losses know nothing where autocast casts the weight anyway."""
@@ -538,6 +539,7 @@ class Moe(Net):
         return super().configure_optimizers()
 
 
+@pytest.mark.full
 @crossed(told=["nvme-mixtral"], placement=["cpu", "cuda", "nvme"], kind=["mixtral", "qwen2_moe"])
 def test_moe_of_transformers_trains_as_under_plain_autocast(tmp_path: Path, kind: str, placement: str) -> None:
     _, _, expected = fit("auto", lambda: Moe(kind), precision="bf16-mixed")

@@ -221,7 +221,7 @@ def test_strategy_without_a_run_can_be_pickled() -> None:
     assert_same_run(fit(strategy)[2], fit("auto")[2])
 
 
-@pytest.mark.parametrize("change", ["layer", "all"])
+@pytest.mark.parametrize("change", telling(["layer", "all"], "layer"))
 def test_layers_made_anew_between_two_fits(change: str) -> None:
     def run(strategy: Any) -> Any:
         trainer, model, _ = fit(strategy)
@@ -433,6 +433,7 @@ def _copy_on_two_ranks(folder: str) -> None:
     fit(ElixirStrategy(**TIGHT), devices=2, callbacks=callbacks, enable_checkpointing=True, precision="bf16-mixed")
 
 
+@pytest.mark.full
 def test_copies_on_two_ranks_are_whole_on_both(tmp_path: Path) -> None:
     run_ranks(_copy_on_two_ranks, 2, str(tmp_path), init_group=False)
 
@@ -494,6 +495,7 @@ def test_the_trainers_callbacks_are_the_users() -> None:
     assert all(callbacks == [looking] for callbacks in (*seen, trainer.callbacks))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*TorchScript")
 @pytest.mark.parametrize("keep", [None, [torch.nn.LayerNorm, "layers.4"]])
 def test_torchscript_takes_a_copy(keep: Any) -> None:

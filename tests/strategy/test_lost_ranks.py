@@ -102,7 +102,7 @@ PLACEMENTS = [pytest.param(TIGHT, id="tight"), pytest.param({"placement_policy":
 
 
 @pytest.mark.parametrize("options", telling(PLACEMENTS, "tight"))
-@pytest.mark.parametrize("world_size", telling([2, 3], "3"))
+@pytest.mark.parametrize("world_size", telling([2, 3], "2"))
 def test_step_of_one_rank_raises(world_size: int, options: dict[str, Any]) -> None:
     """Where all processes live on, they may train again."""
     results = run_ranks(_step_raises, world_size, options, init_group=False)
@@ -194,6 +194,7 @@ def _load(path: str) -> Any:
     return heard_by(rank, world_size, lambda: trainer.fit(Net("hybrid"), make_data(), ckpt_path=path))
 
 
+@pytest.mark.full
 @crossed(told=["state_dict.-2"], prefix=["state_dict.", "optimizer_0.state."], world_size=[2, 3])
 def test_damaged_file_that_one_rank_reads(tmp_path: Path, world_size: int, prefix: str) -> None:
     path = tmp_path / "saved.ckpt"
@@ -257,6 +258,7 @@ def test_the_error_of_one_rank_is_not_hidden_by_the_save(kind: type[Net], state_
     assert not any(is_saved for _, is_saved in everyone)
 
 
+@pytest.mark.full
 @_OTHER_CALLBACK
 @pytest.mark.parametrize("callback", telling(["model", "exceptions alone"], "model"))
 def test_an_error_of_all_ranks_is_saved_after(callback: str) -> None:

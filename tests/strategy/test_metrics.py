@@ -94,6 +94,7 @@ def test_manual_optimization(tmp_path: Path) -> None:
     assert [int(row["step"]) for row in rows] == [1, 3, 5, 7, 9, 11, 13, 15]
 
 
+@pytest.mark.full
 def test_numbers_of_the_training_do_not_change(tmp_path: Path) -> None:
     run = _fit_logged(tmp_path, log_every_n_steps=1)[2]
     expected = fit(ElixirStrategy(**TIGHT), max_epochs=2)[2]

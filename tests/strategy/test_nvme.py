@@ -442,6 +442,7 @@ def test_what_has_failed_is_freed_at_the_end_of_the_run(tmp_path: Path, monkeypa
 # The rest of a run
 
 
+@pytest.mark.full
 def test_validate_test_predict_and_a_second_fit(tmp_path: Path) -> None:
     results = []
     for options in (dict(TIGHT), on_nvme(tmp_path)):

@@ -55,6 +55,7 @@ def _fit_two_plain() -> Any:
     return [x.item() for x in run.losses], model.own.num_steps  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 def test_two_ranks() -> None:
     assert run_ranks(_fit_two, 2, init_group=False) == run_ranks(_fit_two_plain, 2, init_group=False)
 

@@ -531,6 +531,7 @@ def _resume(folder: Path, state_dict_type: Any, devices: int) -> tuple[list[floa
     return [loss.item() for loss in resumed.losses], [loss.item() for loss in whole.losses]
 
 
+@pytest.mark.full
 @crossed(told=["sharded-2"], state_dict_type=["full", "sharded"], world_size=[1, 2])
 def test_checkpoints_count_more_than_the_files(tmp_path: Path, state_dict_type: str, world_size: int) -> None:
     _save("llama", tmp_path)

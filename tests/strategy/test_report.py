@@ -276,6 +276,7 @@ def test_after_an_error(tmp_path: Path) -> None:
     assert report["measured"]["num_steps"] >= 1
 
 
+@pytest.mark.full
 def test_after_memory_ran_out(tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match="again"):
         fit(ElixirStrategy(**AUTO, report_dir=str(tmp_path / "r")), lambda: TightNet("backward", (5, 5, 5)))
@@ -346,6 +347,7 @@ def test_an_engine_is_kept_where_only_the_folder_differs(tmp_path: Path) -> None
     assert _read(tmp_path / "r")["predicted"]["times"]["compute_s"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("as_path", telling([True, False], "True"))
 def test_given_figures_are_planned_with(tmp_path: Path, as_path: bool) -> None:
     slow = BandwidthCurve.constant(1e6)

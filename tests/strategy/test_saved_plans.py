@@ -97,6 +97,7 @@ def test_a_fit_obeys_the_plan_of_the_command(plan_file: Path) -> None:
     assert strategy.stats().evictions > 0
 
 
+@pytest.mark.full
 def test_what_is_trained_beside_the_part_is_named(plan_file: Path) -> None:
     with pytest.raises(
         PlanError,

@@ -186,7 +186,7 @@ class Matrices(pl.LightningModule):
 
 @pytest.mark.parametrize(
     ("rest", "precision"),
-    [(HybridAdam, "bf16-mixed"), full(HybridAdam, "32-true"), (torch.optim.AdamW, "32-true")],
+    [(HybridAdam, "bf16-mixed"), full(HybridAdam, "32-true"), full(torch.optim.AdamW, "32-true")],
 )
 def test_a_plan_counts_the_states_of_each_parameters_optimizer(rest: Any, precision: str) -> None:
     strategy = ElixirStrategy(gpu_memory_limit="180KiB")
@@ -209,6 +209,7 @@ def _on_ranks(kind: str, options: dict[str, Any] | None) -> tuple[list[float], d
     return model.seen, {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", telling([*MODELS], "toggled"))
 def test_two_ranks_give_what_ddp_gives(kind: str) -> None:
     expected = run_ranks(_on_ranks, 2, kind, None, init_group=False)

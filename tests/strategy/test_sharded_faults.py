@@ -546,6 +546,7 @@ def _save_whole_and_fail() -> Any:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_a_whole_checkpoint_that_cannot_be_written_is_an_error_on_every_rank() -> None:
     for message in run_ranks(_save_whole_and_fail, 2, init_group=False, fresh=True):
         assert "saving the checkpoint /proc/one.ckpt has failed (rank 0:" in message

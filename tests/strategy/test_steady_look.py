@@ -24,7 +24,7 @@ from lightning_elixir.profiling.measured_hardware import HardwareProbe
 from lightning_elixir.strategy import ElixirStrategy, warm_up
 from lightning_elixir.strategy.steady_look import SteadyLook
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import telling
+from tests.helpers.tiers import full, telling
 from tests.strategy.fabric_runs import Loop, make_fabric, run_steps, set_up, train
 from tests.strategy.models import CHUNK, Net, fit, make_data
 from tests.strategy.nets import ManualNet
@@ -133,7 +133,7 @@ def test_a_slow_host_corrects_figures_and_forecast(monkeypatch: pytest.MonkeyPat
     assert all(map(torch.equal, losses, expected))
 
 
-@pytest.mark.parametrize(("factor", "is_measured"), [(1.01, True), (1000.0, False)])
+@pytest.mark.parametrize(("factor", "is_measured"), [(1.01, True), full(1000.0, False)])
 def test_figures_stay_where_they_are_right_or_the_users(
     monkeypatch: pytest.MonkeyPatch, factor: float, is_measured: bool
 ) -> None:
@@ -165,6 +165,7 @@ def test_the_slowest_rank_counts_on_all() -> None:
     assert rate < HardwareSpec.nominal().cpu_adam_numel_per_s / 100
 
 
+@pytest.mark.full
 def test_under_manual_optimization_predictions_follow() -> None:
     """Some steps after the plan has become final; then steps are not timed any more."""
     timed: list[bool] = []

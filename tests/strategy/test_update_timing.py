@@ -212,6 +212,7 @@ def test_an_error_between_backward_and_step_leaves_what_can_be_saved(tmp_path: A
     assert [k for k, v in expected.state.items() if not torch.equal(saved[k], v)] == []
 
 
+@pytest.mark.full
 def test_the_forecast_tells_of_steps_that_wait_for_the_norm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As long as they do."""
 
@@ -313,6 +314,7 @@ def test_the_monitor_does_not_count_as_somebody(tmp_path: Any) -> None:
     assert max(model.begun) == num_with_master(trainer)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("phase", [full("forward"), "backward"])
 def test_a_repeated_step_begins_updates_again_that_can_be_taken_back(
     phase: str, monkeypatch: pytest.MonkeyPatch

@@ -175,6 +175,7 @@ def test_a_final_plan_is_kept_for_the_next_fit() -> None:
     assert {plan.fingerprint() for plan in callback.plans} == {final.fingerprint()}
 
 
+@pytest.mark.full
 def test_evaluation_first_leaves_the_warm_up_to_fit() -> None:
     strategy, callback = ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK), Plans()
     model, trainer = Net(), make_trainer(strategy, callbacks=[callback])
@@ -248,6 +249,7 @@ class Asked:
         return replace(current, prefetch_depth=current.prefetch_depth + 1) if self._has_better else current
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("has_better", telling([True, False], "True"))
 @pytest.mark.parametrize(("make_model", "last"), [full(Net, 2), (UnforeseenNet, 3)])
 def test_times_of_a_later_step_may_change_the_plan(
@@ -286,6 +288,7 @@ class Refined(pl.Callback):
             self.plans.append(plan)
 
 
+@pytest.mark.full
 def test_a_plan_that_turns_out_too_large_is_left_for_one_that_is_no_faster() -> None:
     callback = Refined(0, 16 * 1024)
     fit(ElixirStrategy(gpu_memory_limit="200KiB", **CHUNK), callbacks=[callback])
@@ -327,6 +330,7 @@ def test_the_smallest_plan_is_left_where_steps_take_less_than_was_foreseen(
     assert plans[-1].forecast.after_steps
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("make_model", "changes"), [full(Net, [4]), (UnforeseenNet, [2, 6])])
 def test_steps_with_several_batches_are_waited_for(
     monkeypatch: pytest.MonkeyPatch, make_model: type[Net], changes: list[int]
