@@ -56,6 +56,14 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+def _seed() -> None:
+    """As `torch.manual_seed(0)`, which writes down for each kind of device that is not there from where it was called.
+    That takes longer than many a test."""
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
+
+
 @pytest.fixture(autouse=True)
 def _restore_environment() -> Iterator[None]:
     before = dict(os.environ)
@@ -68,7 +76,7 @@ def _restore_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _restore_torch_state() -> Iterator[None]:
-    torch.manual_seed(0)
+    _seed()
     random.seed(0)
     yield
     left = innermost_pack()

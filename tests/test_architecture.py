@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -92,13 +93,11 @@ COLLECTIVES = re.compile(
 Module = tuple[str, ast.Module]
 
 
-def _modules(folder: Path) -> list[Module]:
+@functools.cache
+def _modules(folder: Path = PACKAGE) -> tuple[Module, ...]:
+    """Read when a test asks: every process of a parallel run imports this file, and one runs its tests."""
     paths = sorted(folder.rglob("*.py"))
-    return [(path.relative_to(folder).as_posix(), ast.parse(path.read_text(), str(path))) for path in paths]
-
-
-MODULES = _modules(PACKAGE)
-TEST_MODULES = _modules(Path(__file__).parent)
+    return tuple((path.relative_to(folder).as_posix(), ast.parse(path.read_text(), str(path))) for path in paths)
 
 
 def _room(name: str) -> str:
@@ -125,9 +124,13 @@ def _dotted(node: ast.AST) -> str:
     return ""
 
 
-def _found(look: Callable[[ast.Module], Iterator[int]], *allowed: str, modules: list[Module] = MODULES) -> list[str]:
-    """`file:line` of what `look` finds outside the allowed files, and allowed files where it finds nothing."""
-    lines = {name: list(look(tree)) for name, tree in modules}
+def _found(look: Callable[[ast.Module], Iterator[int]], *allowed: str, modules: Iterable[Module] = ()) -> list[str]:
+    """`file:line` of what `look` finds outside the allowed files, and allowed files where it finds nothing.
+
+    Args:
+        modules: Those of the package unless given.
+    """
+    lines = {name: list(look(tree)) for name, tree in modules or _modules()}
     stale = [f"{name} needs no exemption" for name in allowed if not lines.get(name)]
     return [f"{name}:{line}" for name in lines if name not in allowed for line in lines[name]] + stale
 
@@ -201,11 +204,13 @@ def _uses_tests(tree: ast.Module) -> Iterator[int]:
     yield from (line for name, line in _imported(tree) if re.match(r"tests\.(\w+\.)*test_", name))
 
 
-@pytest.mark.parametrize("room", sorted({_room(name) for name, _ in MODULES}))
+@pytest.mark.parametrize(
+    "room", sorted({_room(path.relative_to(PACKAGE).as_posix()) for path in PACKAGE.rglob("*.py")})
+)
 def test_imports_follow_the_arrows(room: str) -> None:
     assert room in ARROWS, f"lightning_elixir/{room} is new: give it a row in ARROWS"
     wrong = []
-    for name, tree in MODULES:
+    for name, tree in _modules():
         if _room(name) != room:
             continue
         for imported, line in _imported(tree):
@@ -220,7 +225,7 @@ def test_imports_follow_the_arrows(room: str) -> None:
 def test_every_arrow_is_used() -> None:
     used = {
         (_room(name), imported.split(".")[1])
-        for name, tree in MODULES
+        for name, tree in _modules()
         for imported, _ in _imported(tree)
         if imported.startswith("lightning_elixir.")
     }
@@ -233,7 +238,7 @@ def test_arrows_within_plan() -> None:
     """What is in its folders is used by those alone that stand above them, and through one module each."""
     allowed = {"simulator": set(), "placing": {"simulator.timeline"}}
     wrong = []
-    for name, tree in MODULES:
+    for name, tree in _modules():
         room, *folders, _ = name.split("/") if "/" in name else (name, "")
         if room == "plan":
             own = folders[0] if folders else ""
@@ -247,7 +252,7 @@ def test_arrows_within_plan() -> None:
 
 def test_plan_imports_the_standard_library_alone() -> None:
     allowed = sys.stdlib_module_names | {"lightning_elixir"}
-    modules = [module for module in MODULES if _room(module[0]) in ("plan", "errors")]
+    modules = [module for module in _modules() if _room(module[0]) in ("plan", "errors")]
     wrong = [f"{n}:{line} {i}" for n, t in modules for i, line in _imported(t) if i.partition(".")[0] not in allowed]
     assert wrong == []
 
@@ -270,7 +275,7 @@ def test_no_data_is_assigned() -> None:
 
 
 def test_signals_are_deferred_at_the_doors_alone() -> None:
-    found = {name: set(_deferring(tree)) for name, tree in MODULES}
+    found = {name: set(_deferring(tree)) for name, tree in _modules()}
     assert {name: doors for name, doors in found.items() if doors} == DEFERRED
 
 
@@ -286,7 +291,7 @@ def test_architecture_document_names_files_that_exist() -> None:
     """A path is relative to the package or to the repository; a bare name is that of a module, in whatever room."""
     named = re.findall(r"`([\w./-]+(?:\.py|\.md|/))`", DOCUMENT.read_text(encoding="utf-8"))
     assert len(named) > 100
-    modules = {name.rpartition("/")[2] for name, _ in MODULES}
+    modules = {name.rpartition("/")[2] for name, _ in _modules()}
     roots = (PACKAGE, PACKAGE.parent)
     assert [n for n in named if n not in modules and not any((root / n).exists() for root in roots)] == []
 
@@ -306,7 +311,7 @@ def test_every_note_is_in_the_index_with_its_owner() -> None:
     }
     told = {
         (note, name.rpartition("/")[2])
-        for name, tree in MODULES
+        for name, tree in _modules()
         for note in re.findall(r"^\[Note: ([^\]]+)\]", ast.get_docstring(tree) or "", re.MULTILINE)
     }
     assert told
@@ -315,7 +320,7 @@ def test_every_note_is_in_the_index_with_its_owner() -> None:
 
 def test_tests_import_no_test_module() -> None:
     """What several of them share is in `tests/helpers`, or in a module of their folder that is no test."""
-    assert _found(_uses_tests, modules=TEST_MODULES) == []
+    assert _found(_uses_tests, modules=_modules(Path(__file__).parent)) == []
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_what_does_not_fit_exits_with_1(capsys: pytest.CaptureFixture[str]) -> N
     assert "What would fit" in content["reason"]
 
 
-@pytest.mark.parametrize("policy", ["auto", "cpu", "cuda"])
+@pytest.mark.parametrize("policy", telling(["auto", "cpu", "cuda"], "auto"))
 def test_refusals_name_options_of_the_command(capsys: pytest.CaptureFixture[str], policy: str) -> None:
     arguments = ["plan", "--model", "gpt2", *TINY, "--gpu-memory", "600KiB", "--cpu-memory", "8GiB"]
     assert main([*arguments, "--policy", policy]) == 1
@@ -307,6 +307,7 @@ def test_states_on_nvme_are_planned_and_the_disk_is_named(capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["plan"]["notes"]["nvme_bytes"] == 0
 
 
+@pytest.mark.full
 def test_checkpointing_saves_activations(capsys: pytest.CaptureFixture[str]) -> None:
     peaks = []
     for extra in ([], ["--checkpointing"]):

@@ -47,7 +47,7 @@ from tests.helpers.patterns import difference
 from tests.helpers.tiers import full, telling
 
 NUM_PROGRAMS = 12
-CHEAP_MIXES = (5, 8)
+CHEAP_MIXES = (5,)
 CLASSES: tuple[Any, ...] = (ElixirStrategy, ElixirModule, ElixirOptimizer)
 THROUGH: tuple[Through, ...] = ("module", "trainer")
 PLAN = (("chunk_size", 8192), ("placement_policy", "cpu"))
@@ -114,7 +114,7 @@ def test_programs_that_end_at_random_moments_and_go_on() -> None:
     assert not summary.findings, summary.text()
 
 
-@pytest.mark.parametrize(("first_seed", "count"), [(9100214, 1), (9100665, 1), full(700, 30), full(900, 30)])
+@pytest.mark.parametrize(("first_seed", "count"), [full(9100214, 1), (9100665, 1), full(700, 30), full(900, 30)])
 def test_programs_with_the_threads_of_a_gpu(first_seed: int, count: int) -> None:
     """Beside a thread that reads all the time; the first two are ones in which a GPU showed what was wrong."""
     draw = Draw(device="cuda" if count == 1 else "cpu")  # on which what is drawn depends

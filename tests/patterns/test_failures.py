@@ -258,6 +258,7 @@ def take_norms() -> dict[str, tuple[str, str]]:
     return found
 
 
+@pytest.mark.full
 def test_norms_of_gradients_in_parts_are_refused_on_every_rank() -> None:
     for found in run_ranks(take_norms, 2):
         for name, (kind, text) in found.items():

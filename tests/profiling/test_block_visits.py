@@ -97,6 +97,7 @@ def test_the_order_of_accesses_is_that_of_a_real_checkpoint() -> None:
     assert sorted(dropped[0]) == sorted(dropped[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fate", [full(Fate.OFFLOAD), Fate.RECOMPUTE_OFFLOADED])
 def test_as_much_goes_to_host_memory_as_was_foreseen(fate: Fate) -> None:
     model, x = Net(), torch.randn(4, 256, 256)

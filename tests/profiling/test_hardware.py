@@ -445,6 +445,7 @@ def test_who_else_had_the_cores(uses: list[RankUse], found: str) -> None:
     assert others_at_work(uses) == (f"other programs had {found} at work" if found else "")
 
 
+@pytest.mark.full
 def test_another_process_is_seen() -> None:
     before = core_times()
     if before is None or before.busy_s == 0:

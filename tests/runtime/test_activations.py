@@ -99,7 +99,7 @@ def test_modules_that_the_user_names(name: str, fate: str, everything_is_large: 
     assert different_names(run, train_plain(name, Scheme(steps=2))) == []
 
 
-@crossed(fate=FATES[1:], scheme=["bf16", "bf16_autocast"])
+@crossed(told=["offload-bf16_autocast", "recompute_offloaded-bf16"], fate=FATES[1:], scheme=["bf16", "bf16_autocast"])
 def test_mixed_precision(fate: str, scheme: str, everything_is_large: None) -> None:
     how = Scheme(dtype=torch.bfloat16, autocast=scheme == "bf16_autocast", micro_batches=2, steps=2)
     asked = ActivationRequest.of(fate)
@@ -577,7 +577,7 @@ def test_a_block_alone_that_raises_leaves_nothing_behind(fate: str, error: BaseE
     pair.check()
 
 
-@pytest.mark.parametrize("fate", FATES)
+@pytest.mark.parametrize("fate", telling(FATES, "offload", "recompute"))
 def test_another_thread_calls_a_block(fate: str) -> None:
     """While the one that trains is between forward and backward."""
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.wrapper import ElixirModule
 from tests.helpers.plans import make_plan
+from tests.helpers.tiers import telling
 
 HALF = torch.bfloat16
 
@@ -84,7 +85,7 @@ class Derived(nn.Module):
         (lambda m, h: torch.linalg.solve(m.matrix, h.float()[:8]), "['matrix']"),
     ],
 )
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", telling([False, True], "True"))
 def test_the_parameter_is_named_with_the_cure(run: Callable[[Any, Tensor], Tensor], cure: str, autocast: bool) -> None:
     def outside(model: Any, h: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):

@@ -156,6 +156,7 @@ def test_steps_like_the_first_change_nothing(monkeypatch: pytest.MonkeyPatch) ->
     training.module.close()
 
 
+@pytest.mark.full
 def test_what_the_user_keeps_on_the_device_is_growth_too(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training.of(monkeypatch, make_model(), LIMIT_BYTES)
     training.step(0, 16)
@@ -427,7 +428,7 @@ def test_every_allocation_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     training.assert_equal(train_plain([16] * num_steps))
 
 
-@pytest.mark.parametrize("block", [0, None])
+@pytest.mark.parametrize("block", telling([0, None], "0"))
 def test_gradients_of_earlier_micro_batches_are_kept_or_missed(
     monkeypatch: pytest.MonkeyPatch, block: int | None
 ) -> None:

@@ -443,6 +443,7 @@ def test_the_same_places_are_kept_where_fewer_are_needed() -> None:
 MOVED = ["bf16", "fp32", "bf16_true", "unused", "unused_fp32", "init_step", "groups"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", telling(MOVED, "unused_fp32"))
 def test_moments_move_piece_by_piece(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From memory to a disk, to another file, and back; never is a chunk's read as a whole."""
@@ -859,6 +860,7 @@ def test_a_checkpoint_takes_no_memory_of_its_size(tmp_path: Path) -> None:
         assert all(torch.equal(state["state"][number][k], v) for k, v in entries.items())
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_put_together_in_memory_where_the_disk_is_full(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

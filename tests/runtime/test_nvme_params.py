@@ -56,6 +56,7 @@ def test_every_way_to_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nvme_bodies.check_every_way(HOWS[name], SITE, UpdateTiming.INSIDE_BACKWARD, CPU, monkeypatch)
 
 
+@pytest.mark.full
 def test_small_rcache_and_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     nvme_bodies.check_losses(SITE, CPU, monkeypatch)
 

@@ -425,6 +425,7 @@ def test_an_update_that_fails_after_its_step_is_told_to_whoever_needs_it(monkeyp
     module.close()
 
 
+@pytest.mark.full
 def test_a_failure_to_begin_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     how = NEVER_CLIPPED
     trainings = warm_pair(how)
@@ -526,6 +527,7 @@ def test_ctrl_c_leaves_a_whole_step_or_none(when: str, monkeypatch: pytest.Monke
     check_same_training(trainings)
 
 
+@pytest.mark.full
 def test_ctrl_c_when_an_update_begins_leaves_none_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     how = NEVER_CLIPPED
     trainings = warm_pair(how)
@@ -630,6 +632,7 @@ def test_a_sum_that_failed_is_told_and_nothing_of_the_step_is_done() -> None:
     check_same_training(trainings)
 
 
+@pytest.mark.full
 def test_sums_that_fail_under_an_update_that_has_begun() -> None:
     """It fails with them; the norm, or the step, says so before anything has changed."""
     how = NEVER_CLIPPED

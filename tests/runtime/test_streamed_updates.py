@@ -63,6 +63,7 @@ def test_streamed_equals_host(how: str) -> None:
         assert train(HOWS[how], "streamed").skipped.count(True) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", telling(["bf16", "fp32", "bf16_true", "clipped_by_value", "unused"], "unused"))
 def test_every_place_of_parameters_and_states(how: str) -> None:
     check_sites_agree(HOWS[how], [s for s in SITES if s not in ("host", "streamed", "mixed")], CPU)

@@ -18,12 +18,12 @@ from lightning_elixir.core.device import CpuDevice
 from lightning_elixir.core.worker import Worker
 from lightning_elixir.errors import PlanError, StateError, StorageError
 from lightning_elixir.storage.nvme import ALIGNMENT, open_offload_file
+from tests.helpers.tiers import crossed, telling
 from tests.storage.conftest import Open
 from tests.storage.files import MIB, noise, read_back, start
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
-@pytest.mark.parametrize("numel", [1, 1024, 4097, 3 * MIB + 5])
+@crossed(numel=[1, 1024, 4097, 3 * MIB + 5], dtype=[torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 def test_what_is_written_is_read(open_file: Open, dtype: torch.dtype, numel: int) -> None:
     file = open_file(numel * dtype.itemsize, 64, numel * dtype.itemsize)
     tensor = (noise(numel) * 100).to(dtype)
@@ -115,6 +115,7 @@ def test_requests_for_one_region_keep_their_order(open_file: Open) -> None:
     assert [result.unique().tolist() for result in results] == [[0.0], [1.0], [2.0], [3.0]]
 
 
+@pytest.mark.full
 def test_a_reader_who_will_write(open_file: Open) -> None:
     numel = 17 * MIB // 4 + 3
     file = open_file(numel * 4, numel * 4)
@@ -166,7 +167,7 @@ print("done")
     assert run(code, str(folder), backend).strip() == "done"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", telling(range(3), "1"))
 def test_any_sequence_of_requests(open_file: Open, seed: int) -> None:
     """Against a dictionary; the file keeps its size, of which its last block tells."""
     dice = random.Random(seed)

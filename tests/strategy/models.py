@@ -136,6 +136,11 @@ def make_data(num_samples: int = 32, batch_size: int = 4, *, shuffle: bool = Fal
     return DataLoader(TensorDataset(x, y), batch_size=batch_size, shuffle=shuffle)
 
 
+def few_batches() -> DataLoader[Any]:
+    """Five. Enough for a first step, the plan after it, and steps under that plan."""
+    return make_data(20)
+
+
 def make_trainer(strategy: Any, **options: Any) -> Trainer:
     quiet: dict[str, Any] = {
         "accelerator": "cpu",

@@ -68,7 +68,7 @@ def test_lightnings_averages(kind: str, options: dict[str, Any]) -> None:
     assert options is not TIGHT or trainer.strategy.stats().evictions > 0
 
 
-@pytest.mark.parametrize("make_model", [TiedNet, full(FrozenNet), LateNet, full(ManualNet)])
+@pytest.mark.parametrize("make_model", [TiedNet, full(FrozenNet), full(LateNet), full(ManualNet)])
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model")
 def test_models(make_model: Any) -> None:
     theirs, ours = CALLBACKS["ema"]
@@ -130,6 +130,7 @@ def test_two_ranks(options: dict[str, Any]) -> None:
         assert not mine[1] or [n for n, v in ddp[1].items() if not torch.equal(mine[1][n], v)] == []
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_checkpoints(tmp_path: Path) -> None:
     """They hold what Lightning's hold, and either goes on from either."""

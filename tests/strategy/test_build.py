@@ -41,7 +41,7 @@ HOOKS = [
 ]
 
 
-@pytest.mark.parametrize("make_model", HOOKS)
+@pytest.mark.parametrize("make_model", telling(HOOKS, "LateNet", "ShardedNet"))
 def test_one_rank(make_model: Callable[[], Net]) -> None:
     assert_same_as_plain(make_model)
 
@@ -141,6 +141,7 @@ class LookingNet(LateNet):
         return super().forward(x) + self.noise
 
 
+@pytest.mark.full
 def test_a_constructor_that_looks_at_values_runs_for_real_everywhere() -> None:
     expected = run_ranks(_fit_rank, 2, LookingNet, None, {}, init_group=False)
     actual = run_ranks(_fit_rank, 2, LookingNet, TIGHT, {}, init_group=False)

@@ -96,7 +96,7 @@ def test_deprecated_hook_resumes(tmp_path: Path) -> None:
     assert _interrupted(tmp_path, "tight", "tight", ShardedNet) == _uninterrupted(Net)
 
 
-@pytest.mark.parametrize("make_model", [Net, TiedNet])
+@pytest.mark.parametrize("make_model", telling([Net, TiedNet], "TiedNet"))
 def test_checkpoint_loads_in_plain_pytorch(tmp_path: Path, make_model: Any) -> None:
     trainer, _, run = fit(ElixirStrategy(**TIGHT), make_model)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
@@ -161,7 +161,7 @@ class BySGD(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", telling(["full", "sharded"], "sharded"))
 def test_states_of_another_optimizer_are_refused(tmp_path: Path, kind: Any) -> None:
     trainer, _, _ = fit(ElixirStrategy(**TIGHT, state_dict_type=kind), max_epochs=1)
     trainer.save_checkpoint(tmp_path / "c.ckpt")
@@ -193,6 +193,7 @@ def test_ckpt_path_of_evaluation(tmp_path: Path, make_model: Callable[[], Net]) 
     assert trainer.test(trainer.lightning_module, make_data(8), ckpt_path=path, verbose=False) == expected
 
 
+@pytest.mark.full
 def test_best_checkpoint_of_model_checkpoint(tmp_path: Path) -> None:
     def run(strategy: Any, folder: Path) -> Any:
         callback = pl.callbacks.ModelCheckpoint(folder, monitor="val_loss", save_last=True, filename="{epoch}")

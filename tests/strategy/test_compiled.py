@@ -289,6 +289,7 @@ def test_blocks_are_what_is_called(net: type[Net]) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
+@pytest.mark.full
 def test_compiled_before_each_run() -> None:
     """Also as a whole, where the engine of the run before is kept."""
 

@@ -43,19 +43,22 @@ from lightning_elixir.strategy.put_back import PutBack
 from lightning_elixir.strategy.warm_up import WarmUp
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import full, telling
+from tests.strategy import models
 from tests.strategy.models import (
     CHUNK,
     WIDTH,
     Net,
     UnforeseenNet,
     assert_same_run,
-    fit,
+    few_batches,
     make_data,
     make_layers,
     make_trainer,
 )
 
 LIMIT = {**CHUNK, "gpu_memory_limit": "96KiB"}
+
+fit = functools.partial(models.fit, train=few_batches)
 
 
 @pytest.fixture

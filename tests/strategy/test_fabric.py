@@ -429,6 +429,7 @@ def test_the_trainer_goes_on_from_a_folder_with_several_optimizers(tmp_path: Pat
     trainer.strategy.close()
 
 
+@pytest.mark.full
 def test_what_a_folder_cannot_hold_or_has_not_got_is_named(tmp_path: Path) -> None:
     fabric = make_fabric(SHARDED)
     model, optimizer = set_up(fabric, Loop())
@@ -559,6 +560,7 @@ def test_two_modules_share_the_memory(strategy: Any) -> None:
     assert evictions > 0
 
 
+@pytest.mark.full
 def test_memory_of_two_modules_is_not_more_than_the_limit() -> None:
     fabric = make_fabric(AUTO)
     first, optimizer = set_up(fabric, Loop())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,22 @@ from torch import Tensor, nn
 from lightning_elixir._lightning import Trainer, pl
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.tiers import full, telling
+from tests.strategy import models
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
     Net,
     assert_close_run,
-    assert_same_as_plain,
     assert_same_run,
-    fit,
+    few_batches,
     make_data,
     make_optimizer,
     make_trainer,
 )
 from tests.strategy.nets import BatchNormNet, FrozenNet, GroupsNet, ManualNet, OverridingNet, ScheduledNet, TiedNet
+
+fit = functools.partial(models.fit, train=few_batches)
+assert_same_as_plain = functools.partial(models.assert_same_as_plain, train=few_batches)
 
 
 @pytest.mark.parametrize("optimizer", telling(["adamw", "adam", "sgd", "hybrid", "cpu_adam"], "hybrid", "sgd", "adamw"))
@@ -42,7 +46,7 @@ def test_optimizers(optimizer: str) -> None:
         full({"placement_policy": "cpu"}),
         {"placement_policy": "const", "shard_param_frac": 0.5, "offload_optim_frac": 0.5, "offload_param_frac": 0.25},
         full({"placement_policy": "static", "offload_optim_frac": 1.0}),
-        {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "prefetch": False},
+        full({"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "prefetch": False}),
         {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "enable_distributed_storage": False},
         {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "use_fused_kernels": "auto", "init_step": True},
         {"placement_policy": "cpu", "pin_memory": False, "reduce_dtype": "float32"},
@@ -54,7 +58,7 @@ def test_options_change_no_number(options: dict[str, Any]) -> None:
 
 def test_sanity_check_and_validation_every_n_steps() -> None:
     _, model = assert_same_as_plain(
-        val=lambda: make_data(8, seed=2), num_sanity_val_steps=2, val_check_interval=3, max_epochs=2
+        train=make_data, val=lambda: make_data(8, seed=2), num_sanity_val_steps=2, val_check_interval=3, max_epochs=2
     )
     assert len(model.val_losses) == 2 + 2 * 2 * 2
 
@@ -211,7 +215,7 @@ def test_models(make_model: Callable[[], Net]) -> None:
         {"overfit_batches": 2, "max_epochs": 3},
         full({"limit_train_batches": 3, "limit_val_batches": 1}),
         full({"limit_train_batches": 0.5}),
-        {"detect_anomaly": True},
+        full({"detect_anomaly": True}),
         full({"inference_mode": False}),
         {"max_steps": 5, "max_epochs": -1},
         full({"fast_dev_run": 3}),
@@ -263,13 +267,13 @@ def test_two_fits_of_one_trainer_go_on_where_the_first_ended() -> None:
     def run(strategy: Any) -> Any:
         trainer, model, _ = fit(strategy, lambda: Net(optimizer="hybrid"))
         trainer.fit_loop.max_epochs = 2
-        trainer.fit(model, make_data())
+        trainer.fit(model, few_batches())
         return [loss.item() for loss in model.losses], trainer.strategy.lightning_module_state_dict()
 
     expected_losses, expected = run("auto")
     losses, state = run(ElixirStrategy(**TIGHT))
     assert losses == expected_losses
-    assert len(losses) == 16
+    assert len(losses) == 10
     assert all(torch.equal(state[k], expected[k]) for k in expected)
 
 

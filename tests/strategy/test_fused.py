@@ -127,6 +127,7 @@ def test_nothing_to_swap(caplog: pytest.LogCaptureFixture) -> None:
         ElixirStrategy(use_fused_kernels="yes")  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_profiles_of_a_model_that_is_swapped_count_what_is_saved() -> None:
     """As the dry run of a fit has it, with the engine attached, whose copies are plain otherwise."""
 

@@ -369,8 +369,11 @@ class Tied(Net):
         return self.layers["head"](self.layers["norm"](self.layers["mix"](self.layers["embed"](ids))))
 
 
-@pytest.mark.parametrize("autocast", [True, False])
-@pytest.mark.parametrize("keep", ["layers.head", "layers.embed.weight"])
+@crossed(
+    told=["layers.head-True", "layers.embed.weight-False"],
+    keep=["layers.head", "layers.embed.weight"],
+    autocast=[True, False],
+)
 def test_a_tied_parameter_is_kept_for_all_of_its_users(autocast: bool, keep: str) -> None:
     _, _, expected = fit("auto", Tied, precision="bf16-mixed")
     strategy = ElixirStrategy(**TIGHT, keep_fp32=keep, autocast=autocast)

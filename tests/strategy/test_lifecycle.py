@@ -403,7 +403,7 @@ def test_what_is_copied_in_the_middle_of_a_fit_is_plain_and_whole(
         assert_same_state(actual.states["state"][number], state)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, _pickled])
+@pytest.mark.parametrize("duplicate", telling([copy.deepcopy, _pickled], "_pickled"))
 def test_a_copy_keeps_no_engine(duplicate: Any) -> None:
     strategy = ElixirStrategy(**TIGHT)
     trainer, model, run = fit(strategy)

@@ -152,6 +152,7 @@ def test_where_there_is_nothing_to_show_or_nobody_to_see_it(tmp_path: Path) -> N
         fit(ElixirStrategy(**TIGHT), callbacks=[ElixirStatsMonitor()], logger=False)
 
 
+@pytest.mark.full
 def test_a_second_fit_goes_on(tmp_path: Path) -> None:
     trainer, _, _, rows = _fit_logged(tmp_path, max_epochs=1)
     trainer.fit_loop.max_epochs = 2

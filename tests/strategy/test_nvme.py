@@ -322,6 +322,7 @@ PLACES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -416,6 +417,7 @@ def test_a_disk_that_fails_in_the_last_step_ends_the_run(tmp_path: Path, monkeyp
     assert isinstance(seen[0], StorageError)
 
 
+@pytest.mark.full
 def test_what_has_failed_is_freed_at_the_end_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Break(pl.Callback):
         def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:

@@ -140,6 +140,7 @@ def evaluated(kind: str) -> list[float]:
     return [float(found[0]["loss"])]
 
 
+@pytest.mark.full
 def test_evaluation() -> None:
     need_experts_in_one_module()
     model = Model("mixtral")

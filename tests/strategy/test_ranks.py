@@ -137,6 +137,7 @@ def _batch_norm() -> Any:
     return run.state
 
 
+@pytest.mark.full
 def test_buffers_of_rank_0_are_saved() -> None:
     state = run_ranks(_batch_norm, 2, init_group=False)[0]
     assert state["layers.1.norm.num_batches_tracked"] == 4

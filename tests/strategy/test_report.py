@@ -144,6 +144,7 @@ def test_of_several_micro_batches_all_are_measured(tmp_path: Path) -> None:
     assert_all_micro_batches_are_measured(tmp_path, TIGHT)
 
 
+@pytest.mark.full
 def test_a_step_that_validation_interrupts_has_no_time(tmp_path: Path) -> None:
     """What is left of it is not the whole step."""
     steps: list[float] = []

@@ -37,7 +37,7 @@ def _fit_tight(phase: str, batches: tuple[int, ...], make: Any = TightNet, **opt
     return trainer, model
 
 
-@crossed(phase=["forward", "backward"], batches=[(0,), (2, 5)])
+@crossed(told=["backward-(2, 5)"], phase=["forward", "backward"], batches=[(0,), (2, 5)])
 def test_a_repeated_step_gives_the_same_bits(phase: str, batches: tuple[int, ...], caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "lightning_elixir"):
         _fit_tight(phase, batches)
@@ -99,9 +99,9 @@ def test_a_second_failure_is_an_error_with_a_cure(phase: str, batches: tuple[int
     ("activations", "words"),
     [
         (None, "recompute activations (activations='recompute') unless the model does so already, "),
-        ({"layers.[01]": "recompute", "layers.2": "keep"}, "recompute activations (activations='recompute'), "),
+        full({"layers.[01]": "recompute", "layers.2": "keep"}, "recompute activations (activations='recompute'), "),
         ("recompute", "recompute blocks from inputs in host memory (activations='recompute_offloaded'), "),
-        ("offload", "recompute blocks from inputs in host memory (activations='recompute_offloaded'), "),
+        full("offload", "recompute blocks from inputs in host memory (activations='recompute_offloaded'), "),
         ("recompute_offloaded", ""),
     ],
 )
@@ -114,6 +114,7 @@ def test_the_cure_is_not_what_is_done_already(activations: Any, words: str) -> N
     )
 
 
+@pytest.mark.full
 def test_the_cure_names_no_operators_that_are_fused() -> None:
     options: dict[str, Any] = {**TIGHT, "use_fused_kernels": "auto", "activations": "recompute"}
     with pytest.raises(CapacityError, match="recompute_offloaded'\\), or use a GPU") as caught:
@@ -121,6 +122,7 @@ def test_the_cure_names_no_operators_that_are_fused() -> None:
     assert "fused" not in str(caught.value)
 
 
+@pytest.mark.full
 def test_evaluation_has_nothing_to_recompute() -> None:
     class Short(TightNet):
         def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -153,7 +155,12 @@ class EarlyNet(TightNet):
 
 @pytest.mark.parametrize(
     ("make", "phase", "batch"),
-    [full(TightNet, "forward", 3), (TightNet, "forward", 4), full(TightNet, "backward", 3), (EarlyNet, "backward", 4)],
+    [
+        full(TightNet, "forward", 3),
+        full(TightNet, "forward", 4),
+        full(TightNet, "backward", 3),
+        (EarlyNet, "backward", 4),
+    ],
 )
 def test_accumulated_gradients_are_kept(make: Any, phase: str, batch: int) -> None:
     """Batches 3 and 4 are the first and the second of their step."""

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_elixir import ElixirStrategy, HybridAdam
 from lightning_elixir.errors import PlanError, StateError
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import full, telling
+from tests.helpers.tiers import crossed, full, telling
 
 BATCHES = 4
 
@@ -137,8 +137,7 @@ def _differing(model: pl.LightningModule, plain: pl.LightningModule) -> list[str
     return [name for name, value in plain.state_dict().items() if not torch.equal(state[name], value)]
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", MODELS)
+@crossed(kind=MODELS, place=PLACES)
 def test_plain_lightnings_numbers(kind: str, place: str) -> None:
     plain, model = MODELS[kind](), MODELS[kind]()
     _fit(plain, "auto")

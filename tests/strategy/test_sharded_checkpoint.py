@@ -129,6 +129,7 @@ def test_precisions_with_masters_keep_all_bits(tmp_path: Path, first: Any, secon
     assert_same_dump(actual, expected)
 
 
+@pytest.mark.full
 def test_precision_without_master_rounds(tmp_path: Path) -> None:
     expected = save(tmp_path / "one", OPTIONS["tight"], Net, 1, {})
     actual = load(tmp_path / "one", OPTIONS["tight"], Net, 1, {"precision": "bf16-true"})
@@ -366,6 +367,7 @@ def test_what_is_not_read_of_a_chunk_stays(tmp_path: Path, make_model: Any) -> N
     assert num_gaps
 
 
+@pytest.mark.full
 def test_weights_only(tmp_path: Path) -> None:
     trainer, model, _ = fit(ElixirStrategy(**OPTIONS["tight"]))
     expected = trainer.test(model, make_data(8), verbose=False)

@@ -162,7 +162,7 @@ def test_updates_that_can_be_taken_back_begin_under_clipping(
     assert trainer.strategy.stats().redone_steps == (0 if redone == 0 else num_tried)
 
 
-@pytest.mark.parametrize("limit", [1e3, 5.0], ids=["never clipped", "sometimes clipped"])
+@pytest.mark.parametrize("limit", [full(1e3), 5.0], ids=["never clipped", "sometimes clipped"])
 def test_a_host_with_room_for_some_spare_states(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(timing: str, **options: Any) -> Any:
         made = ElixirStrategy(**TIGHT, update_timing=timing, **options)  # type: ignore[arg-type]

@@ -85,6 +85,7 @@ class Watcher(pl.Callback):
 
 
 @crossed(
+    together=1,
     make=[GuardedNet, NoisyNet, ClippingNet, NormsNet, ManualNet],
     options=[TIGHT, {}, {**TIGHT, "update_timing": "behind_forward"}],
 )

@@ -93,6 +93,7 @@ def test_what_does_not_fit_stays_on_the_host(make_model: type[Net]) -> None:
     assert len({plan.layout_fingerprint() for plan in plans}) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("accumulate", telling([1, 2], "2"))
 @pytest.mark.parametrize("limit", telling(["64KiB", "128KiB", "192KiB"], "64KiB"))
 def test_no_more_host_memory_is_made_ahead_than_the_final_plan_takes(
@@ -151,6 +152,7 @@ def test_the_plan_waits_for_pending_gradients() -> None:
     assert callback.plans[-1].is_all_resident
 
 
+@pytest.mark.full
 def test_gradients_from_before_the_first_batch_put_the_plan_off() -> None:
     class Before(Net):
         def on_train_start(self) -> None:

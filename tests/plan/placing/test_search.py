@@ -171,6 +171,7 @@ def test_chunks_are_fetched_as_far_ahead_as_costs_next_to_nothing(monkeypatch: p
     assert num_left
 
 
+@pytest.mark.full
 def test_states_take_no_more_than_the_margin() -> None:
     def states(ratio: float | None) -> int:
         plan = place_specs(layers(10), gpu=88 * KIB, gpu_margin_mem_ratio=ratio)

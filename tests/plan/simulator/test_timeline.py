@@ -436,6 +436,7 @@ def without_holds(profile: StepProfile) -> StepProfile:
     return replace(profile, trace=AccessTrace(events))
 
 
+@pytest.mark.full
 def test_the_brief_profile_moves_the_same() -> None:
     random = Random(63)
     shorter = 0
