@@ -370,8 +370,8 @@ def test_every_plan_keeps_its_promises(num_plans: int) -> None:
             # A shard that is the replica must not be dropped with it.
             if c.param_tier is Tier.GPU and (world_size == 1 or not plan.is_storage_distributed):
                 assert c.is_persistent
-    assert plans > 100
-    assert len(messages) > 100
+    assert plans > num_plans // 6
+    assert len(messages) > num_plans // 6
     assert all(re.search(r"needs [\d.]+ \w+", m) for m in messages)
 
 
