@@ -10,6 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.patterns.adapted_experts import (
+    AdaptedParameter,
+    SpreadParameters,
+    experts_in,
+    is_adapted,
+    with_own_adapters,
+)
 from lightning_elixir.patterns.base import Compute, ParallelPattern
 from lightning_elixir.patterns.exchanges import ExchangedRows, Permuted, added_rows, foreseen_rows, repeated_rows
 from lightning_elixir.patterns.peers import Exchange, Peers, is_without_values
@@ -25,20 +32,23 @@ class Expert(ParallelPattern):
     the experts' weights `[n, k]`; it returns `[n, width]`, the sum over a token's experts of what each makes of the
     token with its weight. transformers' experts (Mixtral, Qwen3-MoE and others) are such modules. Each rank calls it
     with what has come to it and `k` 1, with its own experts numbered from 0. Some ranks may get no tokens at all. What
-    it returns is given the dtype of the tokens.
+    it returns is given the dtype of the tokens. Where peft has put LoRA over such parameters, adapters go with them.
     """
 
     axis = "expert"
 
+    def targets(self, module: nn.Module) -> Mapping[str, ParallelPattern]:
+        found: dict[str, ParallelPattern] = {"": self}
+        name = ""
+        while is_adapted(module):
+            name, module = f"{name}.base_layer" if name else "base_layer", module.base_layer  # type: ignore[assignment]
+            found[name] = AdaptedParameter() if is_adapted(module) else SpreadParameters(self)
+        return found
+
     def cuts(self, module: nn.Module) -> Mapping[str, int]:
+        if is_adapted(module):
+            return AdaptedParameter().cuts(module)
         parameters = dict(module.named_parameters())
-        if isinstance(getattr(module, "base_layer", None), nn.Module):
-            adapters = [name for name in parameters if name.startswith("lora_")]
-            raise PlanError(
-                f"Expert cannot spread experts that peft has adapted ({', '.join(adapters[:2])}): have LoRA adapt other"
-                " layers, such as the attention's, or leave out expert_parallel_size, and ranks share the experts as"
-                " all else"
-            )
         # Of modules below, each of which may be an expert, nothing is known.
         has_own_alone = len(list(module.parameters(recurse=False))) == len(parameters)
         numbers = {p.shape[0] if p.dim() and has_own_alone else 0 for p in parameters.values()}
@@ -53,6 +63,8 @@ class Expert(ParallelPattern):
         return dict.fromkeys(parameters, 0)
 
     def attributes(self, module: nn.Module, peers: Peers) -> Mapping[str, Any]:
+        if is_adapted(module):
+            return AdaptedParameter().attributes(module, peers)
         number = next(module.parameters()).shape[0]
         return {name: number // peers.size for name in _COUNTS if getattr(module, name, None) == number}
 
@@ -60,7 +72,9 @@ class Expert(ParallelPattern):
         self, module: nn.Module, compute: Compute, peers: Peers, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         tokens, experts, weights = _named(args, kwargs)
-        number = next(module.parameters()).shape[0]
+        number = next(experts_in(module).parameters()).shape[0]
+        if is_adapted(module):
+            compute = with_own_adapters(module, compute, peers)
         width, k = tokens.shape[-1], experts.shape[-1]
         flat = experts.reshape(-1)
         order = torch.argsort(flat, stable=True)  # by expert, and so by rank

@@ -64,7 +64,12 @@ def make(kind: str) -> nn.Module:
     if kind in ("qwen3_moe", "lora_of_experts"):
         more = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
         model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL, **more))
-        return model if kind == "qwen3_moe" else _adapted(model, ["q_proj", "down_proj"])
+        if kind == "qwen3_moe":
+            return model
+        experts = [n for n, _ in model.named_parameters() if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+        if experts:  # each in one parameter: from transformers 5 on
+            return _adapted(model, ["q_proj", "o_proj"], target_parameters=experts)
+        return _adapted(model, ["q_proj", "o_proj", "down_proj"])
     options = {**SMALL, "vocab_size": 63 if kind == "uneven" else 64}
     # parallelize_module() makes two parameters of one that is tied.
     config = transformers.LlamaConfig(**options, tie_word_embeddings=not kind.endswith("untied_llama"))
@@ -76,9 +81,10 @@ def make(kind: str) -> nn.Module:
     return _adapted(model, ["q_proj", "o_proj", "down_proj"]) if kind == "lora" else model
 
 
-def _adapted(model: nn.Module, targets: list[str]) -> nn.Module:
+def _adapted(model: nn.Module, targets: list[str], **more: Any) -> nn.Module:
     peft = pytest.importorskip("peft")
-    made: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **more)
+    made: nn.Module = peft.get_peft_model(model, config)
     return made
 
 

@@ -135,6 +135,34 @@ def test_experts_that_are_modules_of_their_own_are_refused() -> None:
         put_in(nn.ModuleDict({"experts": experts}), {"experts": Expert()}, Mesh(2, 1, 2), 0)
 
 
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 8, 8)), nn.Parameter(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("experts", "kind", "told"),
+    [
+        (Biased, "LoraConfig", "peft has adapted bias as one matrix"),
+        (lambda: nn.Linear(8, 8), "IA3Config", "with plain LoRA over their parameters"),
+    ],
+    ids=["of_two_dimensions", "of_another_kind"],
+)
+def test_adapters_of_experts_that_cannot_go_with_them_are_refused(experts: Any, kind: str, told: str) -> None:
+    peft = pytest.importorskip("peft")
+    model = nn.ModuleDict({"experts": experts()})
+    config = getattr(peft, kind)(
+        **(
+            {"target_parameters": ["experts.bias"]}
+            if kind == "LoraConfig"
+            else {"target_modules": ["experts"], "feedforward_modules": ["experts"]}
+        )
+    )
+    with pytest.raises(PlanError, match=told):
+        put_in(peft.inject_adapter_in_model(config, model), {"experts": Expert()}, Mesh(2, 1, 2), 0)
+
+
 class Late(ParallelPattern):
     def cuts(self, module: nn.Module) -> dict[str, int]:
         return {"bias": 0}

@@ -39,11 +39,15 @@ KINDS = [
     pytest.param("apertus", 2, 1, id="apertus-whose-plan-forgets-its-activation"),
     pytest.param("lora_of_experts", 1, 1, id="qwen3_moe-lora-of-experts-sharding"),
     pytest.param("lora_of_experts", 2, 1, id="qwen3_moe-lora-of-experts-tensor"),
+    pytest.param("lora_of_experts", 1, 2, id="qwen3_moe-lora-of-experts-experts"),
+    pytest.param("lora_of_experts", 2, 2, id="qwen3_moe-lora-of-experts-both"),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft, of transformers' attribute
-@pytest.mark.parametrize(("kind", "tensor", "expert"), telling(KINDS, "qwen3_moe-both"))
+@pytest.mark.parametrize(
+    ("kind", "tensor", "expert"), telling(KINDS, "qwen3_moe-both", "qwen3_moe-lora-of-experts-experts")
+)
 def test_models_of_transformers_by_their_own_plans(kind: str, tensor: int, expert: int) -> None:
     if expert > 1:
         need_experts_in_one_module()
@@ -255,23 +259,6 @@ def refused(name: str) -> str:
 def test_patterns_that_do_not_fit_the_model_are_refused_on_every_rank(name: str) -> None:
     told = run_ranks(refused, 2, name, init_group=False)
     assert all(REFUSED[name][1] in text for text in told)
-
-
-def refuses_adapted_experts() -> str:
-    trainer = trainer_of(ElixirStrategy(expert_parallel_size=2), int(os.environ["WORLD_SIZE"]))
-    try:
-        trainer.fit(Model("lora_of_experts"), DataLoader(Tokens(), batch_size=2))
-    except PlanError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_experts_with_adapters_are_not_spread() -> None:
-    need_experts_in_one_module()
-    for text in run_ranks(refuses_adapted_experts, 2, init_group=False):
-        assert "Expert cannot spread experts that peft has adapted" in text
 
 
 def too_few() -> None:
