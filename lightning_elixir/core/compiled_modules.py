@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import FunctionType, MethodType
@@ -10,12 +11,17 @@ from typing import Any
 
 from torch import nn
 from torch._dynamo import external_utils, trace_rules
+from torch._dynamo.eval_frame import OptimizeContext
 from torch._dynamo.utils import counters
+
+log = logging.getLogger(__name__)
 
 # What `torch.compile` makes has both, what `torch.compiler.disable` makes the first.
 _ORIGINAL = "_torchdynamo_orig_callable"
 _CONFIG = "get_compiler_config"
 _CALL = "_compiled_call_impl"  # of a module: what `module.compile()` has made
+_INNER = "_orig_mod"  # what `torch.compile(module)` has around it
+_COMPUTE = "compute"  # of a pattern's forward: the module's own
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +105,18 @@ def _region_of(module: nn.Module) -> CompiledRegion | None:
 
 
 def _forward_of(module: nn.Module) -> Any:
-    """The function that is called: of the module itself (`torch.compile(module)` has one as well), or of its class."""
-    return vars(module).get("forward", type(module).forward)
+    """The function that is called: of the module itself (`torch.compile(module)` has one as well), or of its class. Not
+    a pattern's, but what that calls."""
+    forward = vars(module).get("forward", type(module).forward)
+    return getattr(forward, _COMPUTE, forward)
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    around = vars(module).get("forward")
+    if hasattr(around, _COMPUTE):
+        setattr(around, _COMPUTE, forward)
+    else:
+        vars(module)["forward"] = forward
 
 
 def _compiled_forward_of(module: nn.Module) -> Any:
@@ -114,19 +130,86 @@ def run_as_it_is(region: CompiledRegion) -> None:
     if region.is_call:
         region.entrance._compiled_call_impl = None
     else:
-        vars(region.entrance)["forward"] = _uncompiled(region.entrance)
+        _set_forward(region.entrance, _uncompiled(region.entrance))
+
+
+def compiler_of(region: CompiledRegion) -> Any:
+    """What torch.compile has compiled it with; None where that cannot be told."""
+    if "dynamo_ctx" in vars(region.entrance):
+        return region.entrance.dynamo_ctx
+    cells = [cell.cell_contents for cell in getattr(region.compiled, "__closure__", None) or ()]
+    return next((value for value in cells if isinstance(value, OptimizeContext)), None)
+
+
+def compile_with(module: nn.Module, compiler: Any) -> None:
+    """As `module.compile()`, with what another one was compiled with."""
+    call = module._call_impl
+    # Compiled by itself, the compiler passes over what is torch's own.
+    is_torchs: bool = trace_rules.check(_forward_of(module))
+    module._compiled_call_impl = compiler(external_utils.wrap_inline(call) if is_torchs else call)
+
+
+def keep_out(root: nn.Module, apart: Collection[nn.Module]) -> None:
+    """Have these modules run as they are. A region that one of them is in is compiled in parts: what modules above it
+    do runs as it is, and all other modules below these are compiled by the same settings.
+
+    Args:
+        root: With compiled regions.
+        apart: Modules in it.
+    """
+    ids = {id(module) for module in apart}
+    for region in compiled_regions(root) if ids else ():
+        whole = inner_of(region.entrance)
+        if all(id(module) not in ids for module in whole.modules()):
+            continue
+        compiler = compiler_of(region)
+        run_as_it_is(region)
+        parts = [] if compiler is None else list(_parts_around(whole, ids))
+        for part in parts:
+            compile_with(part, compiler)
+        log.info("%s is compiled in %d parts, around what is spread over ranks", type(whole).__name__, len(parts))
+        keep_out(whole, apart)  # of what users have compiled inside as well
+
+
+def _parts_around(module: nn.Module, apart: Collection[int]) -> Iterator[nn.Module]:
+    if id(module) in apart:
+        return
+    for child in module.children():
+        is_list = type(child).forward is nn.Module.forward  # nothing calls it
+        if is_list or any(id(m) in apart for m in child.modules()):
+            yield from _parts_around(child, apart)
+        elif _region_of(child) is None and next(child.parameters(), None) is not None:
+            yield child
+
+
+def inner_of(module: nn.Module) -> nn.Module:
+    """What `torch.compile(module)` was given; any other module itself."""
+    inner = module._modules.get(_INNER)
+    return module if inner is None else inner
+
+
+def uncompiled_name(name: str) -> str:
+    """A name of a module or parameter as it would be if no module around it had gone through `torch.compile`."""
+    return ".".join(part for part in name.split(".") if part != _INNER)
+
+
+def named_modules(root: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Module]:
+    """Modules by the names that they would have if none had gone through `torch.compile`, without what that has put
+    around them."""
+    # Those inside come later, and so take the places.
+    return {uncompiled_name(name): m for name, m in root.named_modules(remove_duplicate=remove_duplicate)}
 
 
 def run_copy_as_it_is(copy: nn.Module) -> None:
     """Have the modules of a deep copy run uncompiled, and not by functions that belong to the original."""
     for module in copy.modules():
         if hasattr(_forward_of(module), _ORIGINAL):
-            vars(module)["forward"] = _uncompiled(module)
+            _set_forward(module, _uncompiled(module))
 
 
 def _uncompiled(module: nn.Module) -> Callable[..., Any]:
     """What a module's forward was compiled from, for this module, which may be a copy."""
-    wrapped = module._modules.get("_orig_mod")
+    wrapped = module._modules.get(_INNER)
     if wrapped is not None:
         return wrapped.__call__
     original = getattr(_forward_of(module), _ORIGINAL)

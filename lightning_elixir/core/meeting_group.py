@@ -1,4 +1,4 @@
-"""A process group whose ranks meet before each collective, and a device mesh that has one.
+"""A process group whose ranks meet before each collective, a device mesh that has one, and groups found by their names.
 
 [Note: collectives of DTensors] Torch's parallel styles issue collectives in the middle of layers, in a forward as in a
 backward. A rank that waits in one serves no other, so what holds for our own patterns holds for them (Note: patterns
@@ -6,10 +6,14 @@ between collectives). They get a group that looks to torch like any other. Its h
 ranks meet first and lends a group that all ranks can leave. While there is no engine, as when a model is built,
 collectives go over a group of its own; there a rank that has failed could not be left, so that ranks tell each other
 of that before each of them.
+
+Collectives in compiled code are torch's functional ones, which name their group: an engine has such groups, too, which
+always have a host.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -17,6 +21,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from lightning_elixir.errors import StateError
 
 _BACKEND = "elixir_meeting"
 
@@ -39,13 +46,22 @@ class MeetingGroup(dist.ProcessGroup):
     """A group along one axis, for torch. With one rank alone there is nothing to exchange.
 
     Args:
-        own: The same ranks; what collectives go over while there is no host.
+        rank: This one's number in it.
+        size: How many ranks there are.
         axis: As its hosts know it.
+        own: The same ranks; what collectives go over while there is no host. None: none do.
         meet: Called before each of these.
     """
 
-    def __init__(self, own: dist.ProcessGroup, axis: str, meet: Callable[[], None]) -> None:
-        super().__init__(own.rank(), own.size())  # type: ignore[call-arg]  # torch's stub has one of two forms
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        axis: str,
+        own: dist.ProcessGroup | None = None,
+        meet: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub has one of two forms
         self.axis = axis
         self._own = own
         self._meet = meet
@@ -81,14 +97,15 @@ class MeetingGroup(dist.ProcessGroup):
         return self
 
     def _run(self, number: int, tensors: Any, issue: Issue) -> dist.Work:
-        if self.size() == 1:
-            return issue(self._own)
         host = None if self._host is None else self._host()
-        if host is None:
+        if host is not None and self.size() > 1:
+            sizes = [each.numel() for each in _tensors(tensors)]
+            return host.run(self.axis, [number, len(sizes), *sizes], issue)
+        if self._own is None:
+            raise StateError("compiled code with a parallel pattern was called where no engine connects the ranks")
+        if self.size() > 1:
             self._meet()
-            return issue(self._own)
-        sizes = [each.numel() for each in _tensors(tensors)]
-        return host.run(self.axis, [number, len(sizes), *sizes], issue)
+        return issue(self._own)
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -131,6 +148,25 @@ for _number, (_name, _told) in enumerate(_COLLECTIVES.items()):
     setattr(MeetingGroup, _name, _method(_name, _number, _told))
 
 
+def give_name(group: MeetingGroup) -> None:
+    """Have torch's functional collectives find a group by a name, the same in every run, which nothing else has."""
+    for number in itertools.count():
+        name: Any = f"elixir_{group.axis}_{number}"
+        try:
+            distributed_c10d._register_process_group(name, group)
+        except RuntimeError:  # it is another engine's
+            continue
+        group._set_group_name(name)
+        return
+
+
+def take_name(group: MeetingGroup) -> None:
+    """Have nothing find it any more."""
+    if group.group_name:
+        distributed_c10d._unregister_process_group(group.group_name)
+        group._set_group_name("")
+
+
 class _Options:
     """What torch hands on to what makes the group."""
 
@@ -141,7 +177,7 @@ class _Options:
 
 
 def _make(options: Any, ours: _Options) -> MeetingGroup:
-    return MeetingGroup(ours.own, ours.axis, ours.meet)
+    return MeetingGroup(ours.own.rank(), ours.own.size(), ours.axis, ours.own, ours.meet)
 
 
 def told_apart(mesh: Any, token: object) -> Any:

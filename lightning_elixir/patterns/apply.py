@@ -4,6 +4,9 @@
 pattern (`PatternForward`), which calls the class's own; each parameter that is cut becomes one on `meta` in the shape
 of a part, with its cuts, and on the rank that has the values with the whole (`patterns/cuts.py`). The engine fills
 parts from that. All of it can be taken back (`take_out`), as a further run may have other patterns.
+
+Compiled blocks have the patterns along "tensor" in their graphs, with functional collectives (`patterns/peers.py`).
+Experts run as they are, and blocks with experts are compiled in parts around them (`keep_out`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_elixir.core.compiled_modules import compiled_regions, keep_out, named_modules
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.base import ParallelPattern
 from lightning_elixir.patterns.cuts import set_cuts, whole_of
@@ -43,14 +47,18 @@ class PatternForward:
         self.pattern = pattern
         self.peers = peers
         self.compute: Callable[..., Any] = module.forward
-        functools.update_wrapper(self, self.compute)
+        functools.update_wrapper(self, self.compute, updated=())
+        known = inspect.signature(self.compute).parameters.values()
+        self._names = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.replaced: dict[str, Any] = {}
         """Attributes of the module as they were."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs:  # patterns look at arguments by their positions
-            bound = inspect.signature(self.compute).bind(*args, **kwargs)
-            args, kwargs = bound.args, bound.kwargs
+        for name in self._names[len(args) :] if kwargs else ():  # patterns look at arguments by their positions
+            if name not in kwargs:
+                break
+            args = (*args, kwargs[name])
+            kwargs = {key: value for key, value in kwargs.items() if key != name}
         return self.pattern.forward(self.module, self.compute, self.peers, args, kwargs)
 
 
@@ -60,6 +68,29 @@ def pattern_forwards(model: nn.Module) -> Iterator[PatternForward]:
         found = vars(module).get("forward")
         if isinstance(found, PatternForward):
             yield found
+
+
+def uncompiled_modules(model: nn.Module) -> list[nn.Module]:
+    """Those in a model that are not for compiled code: how many rows come to a rank is another number in each step,
+    which it is told in between."""
+    return [forward.module for forward in pattern_forwards(model) if _is_uncompiled(forward.pattern)]
+
+
+def check_compiled(model: nn.Module) -> None:
+    """Raises `PlanError` if modules with patterns are in compiled code that would run again without their ranks having
+    met."""
+    ids = {id(forward.module) for forward in pattern_forwards(model)}
+    for region in compiled_regions(model):
+        if region.has_cuda_graphs and any(id(module) in ids for module in region.entrance.modules()):
+            raise PlanError(
+                f"{type(region.entrance).__name__} is compiled with CUDA graphs (mode='reduce-overhead' or"
+                " 'max-autotune') and has modules with parallel patterns, whose ranks meet in each step: compile with"
+                " mode='default' or 'max-autotune-no-cudagraphs'"
+            )
+
+
+def _is_uncompiled(pattern: ParallelPattern) -> bool:
+    return pattern.axis == "expert"
 
 
 def bind_peers(model: nn.Module, wire: Wire | None) -> None:
@@ -118,10 +149,11 @@ def put_in(model: nn.Module, patterns: Patterns, mesh: Mesh, rank: int) -> None:
     peers = {axis: Peers(axis, mesh.size(axis), mesh.coordinate(rank, axis)) for axis in ("tensor", "expert")}
     chosen = _chosen(model, patterns)
     active = {name: pattern for name, pattern in chosen.items() if peers[pattern.axis].size > 1}
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = named_modules(model, remove_duplicate=False)
     cuts = _cuts_of(active, modules, mesh)
     _add_placed(model, cuts, active)
     _check_ties(model, cuts, active)
+    keep_out(model, [modules[name] for name, pattern in active.items() if _is_uncompiled(pattern)])
     done: set[int] = set()
     for name, pattern in active.items():
         module = modules[name]
@@ -133,12 +165,13 @@ def put_in(model: nn.Module, patterns: Patterns, mesh: Mesh, rank: int) -> None:
             forward.replaced[key] = getattr(module, key)
             setattr(module, key, value)
         module.forward = forward
+    check_compiled(model)
     _replace(model, cuts, mesh)
 
 
 def _chosen(model: nn.Module, patterns: Patterns) -> dict[str, ParallelPattern]:
     """Name of a module -> its pattern, after each has told which modules it is for."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = named_modules(model, remove_duplicate=False)
     found: dict[str, tuple[ParallelPattern, str | type]] = {}
     for key, pattern in patterns.items():
         names = _meant(key, modules)
@@ -234,7 +267,7 @@ def _check_ties(
     model: nn.Module, cuts: Mapping[int, tuple[AxisCut, ...]], active: Mapping[str, ParallelPattern]
 ) -> None:
     """A parameter that is cut must not be used by a module without a pattern."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model).items():
         placed = placed_in(module)
         if any(name == top or name.startswith(f"{top}.") for top in active if top):
             continue

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_elixir.core.compiled_modules import named_modules, uncompiled_name
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.base import ParallelPattern
 from lightning_elixir.patterns.expert import Expert
@@ -77,7 +78,7 @@ def own_patterns(model: nn.Module, mesh: Mesh) -> dict[str | type, ParallelPatte
 def _models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The outermost modules that bring plans along."""
     seen: list[str] = []
-    for name, module in model.named_modules():
+    for name, module in named_modules(model).items():
         is_inside = any(name == one or not one or name.startswith(f"{one}.") for one in seen)
         if not is_inside and isinstance(getattr(type(module), "tp_plan", None), property):
             seen.append(name)
@@ -107,7 +108,7 @@ def _rules(plan: Mapping[str, str]) -> dict[str, re.Pattern[str]]:
 def _resolved(
     model: nn.Module, kind: str, plan: Mapping[str, str], known: Mapping[str, ParallelPattern]
 ) -> dict[str, ParallelPattern]:
-    modules = dict(model.named_modules())
+    modules = named_modules(model)
     meant = _rules(plan)
     left_whole = _LEFT_WHOLE - set(known)
     whole = [
@@ -116,7 +117,7 @@ def _resolved(
     found: dict[str, ParallelPattern] = {}
     for key, style in plan.items():
         names = [name for name in modules if meant[key].fullmatch(name)]
-        parameters = [name for name, _ in model.named_parameters() if meant[key].fullmatch(name)]
+        parameters = [name for name in _names_of_parameters(model) if meant[key].fullmatch(name)]
         is_handled = all(any(name.startswith(f"{top}.") for top in [*whole, *found]) for name in parameters)
         if style in left_whole or (not names and is_handled):
             continue
@@ -138,8 +139,8 @@ def _of_parts(
     Raises:
         PlanError: There is something beside them that is not known to take a part.
     """
-    modules, rules = dict(model.named_modules()), _rules(plan).values()
-    names = {*modules, *(name for name, _ in model.named_parameters())}
+    modules, rules = named_modules(model), _rules(plan).values()
+    names = {*modules, *_names_of_parameters(model)}
     said = {above for name in names if any(rule.fullmatch(name) for rule in rules) for above in _and_above(name)}
     widths: dict[str, list[int]] = {}
     for name, pattern in found.items():
@@ -159,6 +160,10 @@ def _of_parts(
                 )
             more[full] = PartialGradients()
     return more
+
+
+def _names_of_parameters(model: nn.Module) -> list[str]:
+    return [uncompiled_name(name) for name, _ in model.named_parameters()]
 
 
 def _and_above(name: str) -> Iterator[str]:
@@ -201,7 +206,7 @@ def _without_uneven_vocabulary(
 ) -> dict[str, ParallelPattern]:
     """A vocabulary that cannot be cut into equal parts stays whole, as does one with an embedding that peft has
     wrapped, or that is tied to a layer without a pattern."""
-    modules = dict(model.named_modules())
+    modules = named_modules(model)
     of_vocabulary = {name: modules[name] for name, one in found.items() if isinstance(one, Vocabulary)}
     uses: dict[int, set[str]] = {}
     for name, module in modules.items():

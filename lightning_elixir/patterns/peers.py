@@ -1,8 +1,9 @@
 """The ranks between which one axis cuts operators, as patterns see them.
 
 A pattern is put into a model before there is an engine, so its peers are known by number only at first; the engine
-binds them to what messages go over (`runtime/pattern_wire.py`). On fake and `meta` tensors nothing is sent: what comes
-out has the right shapes, for the step that is foreseen.
+binds them to what messages go over (`runtime/pattern_wire.py`). In compiled code torch's functional collectives send
+the same values, for the same bits (Note: patterns between collectives). On fake and `meta` tensors nothing is sent:
+what comes out has the right shapes, for the step that is foreseen.
 """
 
 from __future__ import annotations
@@ -12,10 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed._functional_collectives  # has what the compiler must know of them
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_elixir.errors import StateError
+
+_UNBOUND = (
+    "a module with a parallel pattern was called where no engine connects the ranks: call it during fit, validate, test"
+    " or predict, on every rank"
+)
 
 
 class Exchange(enum.IntEnum):
@@ -33,6 +40,9 @@ class Wire(Protocol):
     @property
     def is_computing(self) -> bool:
         """Whether a forward or a backward runs."""
+
+    def group_name(self, axis: str) -> str:
+        """By which torch's functional collectives find a group of the ranks along the axis."""
 
     def run(self, axis: str, message: Sequence[int], issue: Callable[[Any], Any]) -> Any:
         """Meet the peers along the axis, and issue a collective of torch's.
@@ -82,6 +92,7 @@ class Peers:
         self.size = size
         self.rank = rank
         self._wire: Wire | None = None
+        self._group_name = ""
         self._heard: Heard | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Peers:
@@ -93,6 +104,7 @@ class Peers:
     def bind(self, wire: Wire | None) -> None:
         """Have messages go over this from now on; None: there are none any more."""
         self._wire = wire
+        self._group_name = "" if wire is None else wire.group_name(self.axis)
 
     def listen(self, heard: Heard | None) -> None:
         """Call this at exchanges that are only foreseen, in which nothing is sent; None: call nothing."""
@@ -105,6 +117,8 @@ class Peers:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, the same bits on all of them; in memory of its own."""
+        if torch.compiler.is_compiling():
+            return self._issued("all_reduce", tensor, "sum")
         total = tensor.clone(memory_format=torch.contiguous_format)
         if is_without_values(tensor):
             self.foresee("sum", tensor.nbytes)
@@ -116,6 +130,9 @@ class Peers:
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
         """All ranks' tensors, of one shape, one after the other along a dimension."""
+        if torch.compiler.is_compiling():
+            flat = self._issued("all_gather_into_tensor", tensor.unsqueeze(0), self.size)
+            return torch.cat(flat.unbind(0), dim)
         every = tensor.new_empty((self.size, *tensor.shape))
         if is_without_values(tensor):
             self.foresee("gather", every.nbytes)
@@ -130,10 +147,13 @@ class Peers:
         """This rank's part, of equal ones along a dimension, of the sum over the ranks, added up in rank order, in fp32
         at least."""
         parts = torch.stack(tensor.chunk(self.size, dim))
-        received = torch.empty_like(parts)
-        if is_without_values(tensor):
+        if torch.compiler.is_compiling():
+            received = self._issued("all_to_all_single", parts, [1] * self.size, [1] * self.size)
+        elif is_without_values(tensor):
+            received = torch.empty_like(parts)
             self.foresee("part", tensor.nbytes)
         else:
+            received = torch.empty_like(parts)
             wire, ones = self._bound, [1] * self.size
             wire.meet(self.axis, [Exchange.GATHER, *parts.shape])
             wire.exchange_rows(self.axis, received, parts, ones, ones)
@@ -168,13 +188,18 @@ class Peers:
         """As before an exchange of rows of which the counts are known."""
         self._bound.meet(self.axis, [kind, width])
 
+    def _issued(self, collective: str, tensor: Tensor, *options: Any) -> Tensor:
+        """What a collective of compiled code gives."""
+        if not self._group_name:
+            raise StateError(_UNBOUND)
+        ours = getattr(torch.ops._c10d_functional, collective)(tensor.contiguous(), *options, self._group_name)
+        made: Tensor = torch.ops._c10d_functional.wait_tensor(ours)
+        return made
+
     @property
     def _bound(self) -> Wire:
         if self._wire is None:
-            raise StateError(
-                "a module with a parallel pattern was called where no engine connects the ranks: call it during fit,"
-                " validate, test or predict, on every rank"
-            )
+            raise StateError(_UNBOUND)
         return self._wire
 
 

@@ -589,6 +589,7 @@ class Engine:
         self._hooks.remove()
         self.activations.close()
         bind_peers(self.module, None)
+        self.wire.close()
         self.phases.close()
         self.interception.guard_all()
         for chunk in self.chunks:

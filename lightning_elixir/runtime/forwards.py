@@ -35,12 +35,14 @@ from lightning_elixir.core.compiled_modules import (
     CompiledRegion,
     CompiledState,
     compiled_regions,
+    keep_out,
     leave_out_of_compiled_code,
     methods_with_cuda_graphs,
 )
 from lightning_elixir.core.device import beside_dispatch_modes
 from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import PlanError
+from lightning_elixir.patterns.apply import check_compiled, uncompiled_modules
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.context_tensors import ContextTensors, modules_to_look_through
@@ -449,6 +451,8 @@ class Forwards:
         """Find out what is compiled now; other modules tell of their forwards from here on."""
         leave_out_of_compiled_code(_OF_HOOKS)
         root, engine = self._engine.module, self._engine
+        keep_out(root, uncompiled_modules(root))
+        check_compiled(root)
         regions = compiled_regions(root)
         if engine.active.is_watching and engine.device.torch_device.type == "cuda":
             check_addresses(root, regions)

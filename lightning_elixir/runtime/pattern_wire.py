@@ -14,6 +14,9 @@ As long as some rank may meet in a forward all wait at its end, where they serve
 A rank that runs a batch again alone, as its memory ran out, would come to the exchanges of that batch anew while its
 peers wait in the middle of it, and values would be mixed. So exchanges are numbered, and a run that begins again breaks
 the count: all ranks raise.
+
+Compiled code cannot meet ranks, but it can issue torch's functional collectives, in the order of its graph, which all
+peers have. They name a group whose host this is (Note: collectives of DTensors), so ranks meet before them, too.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_elixir.core.meeting_group import MeetingGroup, give_name, take_name
 from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import DivergenceError
 from lightning_elixir.patterns.peers import Exchange
@@ -51,10 +55,24 @@ class PatternWire:
         rank, mesh = engine.comm.rank, engine.groups.mesh
         self._ranks = {axis: next(g for g in mesh.along(axis) if rank in g) for axis in self._comms}
         self._num_met = dict.fromkeys(self._comms, 0)
+        self._named = {axis: MeetingGroup(comm.rank, comm.world_size, axis) for axis, comm in self._comms.items()}
+        for group in self._named.values():
+            group.bind(self)
+            give_name(group)
         is_like_peers = mesh.expert == 1
         self._free_phases = (Phase.FORWARD, Phase.BACKWARD) if is_like_peers else (Phase.FORWARD,)
         self.meets_in_forwards = not mesh.is_trivial
         """Whether ranks meet in forwards also where every chunk is resident; the same on all."""
+
+    def close(self) -> None:
+        """Nothing goes over it any more."""
+        for group in self._named.values():
+            take_name(group)
+
+    def group_name(self, axis: str) -> str:
+        """See `Wire.group_name`."""
+        name: str = self._named[axis].group_name
+        return name
 
     def meet(self, axis: str, message: Sequence[int]) -> list[list[int]]:
         """See `Wire.meet`.

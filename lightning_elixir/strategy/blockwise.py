@@ -12,11 +12,15 @@ import logging
 from typing import Any
 
 from torch import nn
-from torch._dynamo import external_utils, trace_rules
-from torch._dynamo.eval_frame import OptimizeContext
 
 from lightning_elixir._lightning import LightningModule, to_uncompiled
-from lightning_elixir.core.compiled_modules import CompiledRegion, compiled_regions, run_as_it_is
+from lightning_elixir.core.compiled_modules import (
+    compile_with,
+    compiled_regions,
+    compiler_of,
+    inner_of,
+    run_as_it_is,
+)
 from lightning_elixir.errors import PlanError
 from lightning_elixir.profiling.blocks import has_parts, items_of_lists, num_elements
 
@@ -57,9 +61,9 @@ def compile_by_blocks(model: nn.Module, compiler: Any) -> None:
     if compiler is not None:
         _compile(model, list(items_of_lists(model)) or [m for m in model.children() if has_parts(m)], compiler)
     for region in compiled_regions(model):
-        whole = getattr(region.entrance, "_orig_mod", region.entrance)
+        whole = inner_of(region.entrance)
         blocks = list(items_of_lists(whole)) if 2 * num_elements(whole) > num_elements(model) else []
-        compiler = _compiler_of(region)
+        compiler = compiler_of(region)
         if blocks and compiler is not None:
             run_as_it_is(region)
             _compile(whole, blocks, compiler)
@@ -74,18 +78,7 @@ def _compile(model: nn.Module, blocks: list[nn.Module], compiler: Any) -> None:
     known = {id(region.entrance) for region in compiled_regions(model)}
     blocks = [block for block in blocks if id(block) not in known]
     for block in blocks:
-        call = block._call_impl
-        # Compiled by itself, the compiler passes over what is torch's own.
-        is_torchs: bool = trace_rules.check(block.forward)
-        block._compiled_call_impl = compiler(external_utils.wrap_inline(call) if is_torchs else call)
+        compile_with(block, compiler)
     if blocks:
         kinds = ", ".join(dict.fromkeys(type(block).__name__ for block in blocks))
         log.info("%s is compiled block by block: %d of %s", type(model).__name__, len(blocks), kinds)
-
-
-def _compiler_of(region: CompiledRegion) -> Any:
-    """What torch.compile has compiled it with; None where that cannot be told."""
-    if "dynamo_ctx" in vars(region.entrance):
-        return region.entrance.dynamo_ctx
-    cells = [cell.cell_contents for cell in getattr(region.compiled, "__closure__", None) or ()]
-    return next((value for value in cells if isinstance(value, OptimizeContext)), None)

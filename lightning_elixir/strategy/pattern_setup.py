@@ -78,10 +78,10 @@ def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None
     mesh = config.mesh(comm.world_size)
     check_placed(module, mesh)
     is_placed = next(placed_modules(module), None) is not None
-    if compiled_regions(module) and (is_placed or not mesh.is_trivial):
+    if is_placed and compiled_regions(module):
         raise PlanError(
-            "modules that torch.compile has compiled cannot have parallel patterns yet: leave out torch.compile, or"
-            " tensor_parallel_size, expert_parallel_size and parallelize_module()"
+            "modules that torch.compile has compiled cannot be in a model that parallelize_module() has cut: leave out"
+            " torch.compile, or give ElixirStrategy patterns in the place of parallelize_module()"
         )
     if is_placed and config.use_fused_kernels is True:
         raise PlanError("fused operators would pass DTensors by: leave out use_fused_kernels, or parallelize_module()")

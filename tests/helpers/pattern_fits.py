@@ -128,7 +128,7 @@ class Tokens(Dataset[Tensor]):
 
 
 class Model(LightningModule):
-    """A model by its name; "llama+dtensors": cut by `parallelize_module`."""
+    """A model by its name; "llama+dtensors": cut by `parallelize_module`, "llama+compiled": by its blocks."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -138,6 +138,8 @@ class Model(LightningModule):
     def configure_model(self) -> None:
         if self.net is None:
             self.net = make(self.kind)
+            if self.kind.endswith("+compiled"):
+                self.net.compile(backend="aot_eager")
             if "+dtensors" in self.kind:
                 cut_by_torch(self.net, self.device_mesh["tensor_parallel"])
 
