@@ -412,9 +412,13 @@ class GroupComm:
                 self._reduce = _new_group(self._ranks, self._timeout, self._backend, self._beside)
         self._control = _new_group(self._ranks, self._timeout, "gloo", self._beside)
         # Names come again where a process group is made anew over the same store, with what was written there.
-        told = self._exchange_values((Process.this(), uuid.uuid4().hex))
-        self._roster = Roster(f"{self._control.group_name}/{told[0][1]}", self.rank)
-        self._roster.processes = [process for process, _ in told]
+        told = self._exchange_values((Process.this(), uuid.uuid4().hex, self._line.tied))
+        processes, names, tied = zip(*told, strict=True)
+        self._roster = Roster(f"{self._control.group_name}/{names[0]}", self.rank)
+        self._roster.processes = list(processes)
+        self._roster.numbers, self._roster.lost = self._ranks, self._line.lost
+        if not self._is_apart and self.world_size == dist.get_world_size():
+            self._line.tie(names[0], tied, processes, self._exchange_values)
         # What other threads wait for is of no concern to the line of the program.
         self._place = Place(self._roster.name, self._ranks, self._roster)
         if self._backend != "gloo" and not self._is_apart:
@@ -729,7 +733,7 @@ class GroupComm:
                 with suppress(Exception):  # the others must hear in any case
                     self._disconnect()
                 causes = self._roster.causes()
-                why = "; ".join(causes.values()) or "no other rank is known to have failed"
+                why = "; ".join(dict.fromkeys(causes.values())) or "no other rank is known to have failed"
                 here = position_of(self._call)
                 cure = f". Every rank must {here.cure}" if here.cure and causes else ""
                 if here.is_of_batch and self._roster.have_ended_well(causes):

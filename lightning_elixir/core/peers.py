@@ -13,10 +13,8 @@ second (one question to the store), and ends the connections if the rank itself 
 
 Processes that end with nothing wrong say so, and are not missed. A host with one rank whose process is killed is not
 seen from other hosts in this way, unless it kept the store: those that wait in their device wait for NCCL's timeout. A
-host that vanishes (no power, no network) closes nothing, and is waited for as a slow rank is, as long as the groups'
-timeout says: a beat of the ranks' own would also stop where one is swapped, stopped, or holds the GIL in a long call.
-A rank in a collective of the user's own, or of torchmetrics, over the default group hears of a lost peer when the
-peer's process ends.
+host that vanishes (no power, no network) closes nothing: see [Note: hosts that vanish]. A rank in a collective of the
+user's own, or of torchmetrics, over the default group hears of a lost peer when the peer's process ends.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +58,11 @@ class Process:
     """Where its number means it: boot and namespace."""
     pid: int
     started: str
+
+    @property
+    def where(self) -> str:
+        """The same for processes of one host, and for no others."""
+        return f"{self.host} {self.place}"
 
     @staticmethod
     def this() -> Process:
@@ -116,6 +119,10 @@ class Roster:
         self.name = name
         self.processes: list[Process] = []
         """By rank; to be filled in."""
+        self.numbers: Sequence[int] = ()
+        """By rank: its number in the default group; to be filled in."""
+        self.lost: Mapping[int, str] = {}
+        """By that number: what to say of ranks whose hosts have vanished; to be filled in."""
         self._rank = rank
         self._store = dist.PrefixStore(f"lightning_elixir/{name}", _get_default_store())
         self._is_store_here = dist.get_rank() == 0
@@ -158,8 +165,10 @@ class Roster:
         return -1
 
     def is_anyone_gone(self) -> bool:
-        """Whether some rank has told that it cannot go on, or has ended on this host, other than orderly; or whether
-        the store has been gone for several looks. Takes one look."""
+        """Whether some rank has told that it cannot go on, has vanished with its host, or has ended on this one, other
+        than orderly; or whether the store has been gone for several looks. Takes one look."""
+        if self.vanished():
+            return True
         for rank, process in enumerate(self.processes):  # before the store, in which another thread may be waiting
             if process.has_ended() and not self._has(f"ended/{rank}"):
                 return True
@@ -185,6 +194,8 @@ class Roster:
                     found[rank] = f"rank {rank} has ended ({self.processes[rank]})"
                 elif self._closed_after(rank) >= 0:
                     found[rank] = f"rank {rank} has closed what this goes through (close())"
+            if vanished := self.vanished():  # looked for last: questions to a store on that host fail when it is known
+                return vanished
             heard = {rank: text for rank, (kind, text) in ends.items() if kind == "heard" and text}
             if found or not silent:
                 return found or dict(list(heard.items())[:1])
@@ -193,6 +204,12 @@ class Roster:
             if time.monotonic() > deadline:
                 return {rank: f"rank {rank} does not answer ({self.processes[rank]})" for rank in silent}
             time.sleep(_PAUSE_S)
+
+    def vanished(self) -> dict[int, str]:
+        """Ranks whose hosts have vanished, and what to say of that."""
+        if not self.lost:
+            return {}
+        return {rank: self.lost[number] for rank, number in enumerate(self.numbers) if number in self.lost}
 
     def have_ended_well(self, ranks: Collection[int]) -> bool:
         """Whether there are any, and nothing has gone wrong with them: they were through with what they had to do."""
@@ -212,7 +229,8 @@ class Roster:
             silent = [rank for rank in range(len(self.processes)) if not self._end_of(rank)[0]]
             if not silent:
                 return True
-            gone = [r for r in silent if self.processes[r].has_ended() or self._closed_after(r) >= 0]
+            vanished = self.vanished()
+            gone = [r for r in silent if r in vanished or self.processes[r].has_ended() or self._closed_after(r) >= 0]
             if gone == silent or time.monotonic() > deadline:
                 return False
             time.sleep(_PAUSE_S)
@@ -237,7 +255,8 @@ class Roster:
         self._set(f"{where}/{self._rank}", "")
         deadline = time.monotonic() + longest_s
         while not all(self._has(f"{where}/{rank}") for rank in range(len(self.processes))):
-            if any(process.has_ended() for process in self.processes) or time.monotonic() > deadline:
+            is_anyone_gone = bool(self.vanished()) or any(process.has_ended() for process in self.processes)
+            if is_anyone_gone or time.monotonic() > deadline:
                 return False
             time.sleep(_PAUSE_S)
         return True

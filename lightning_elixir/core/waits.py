@@ -35,7 +35,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -46,9 +46,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from lightning_elixir.core.garbage import no_collections
-from lightning_elixir.core.peers import Roster, Watch
+from lightning_elixir.core.lifelines import Lifelines, tie
+from lightning_elixir.core.peers import Process, Roster, Watch
 from lightning_elixir.core.signals import handle_overdue
-from lightning_elixir.errors import DivergenceError
+from lightning_elixir.errors import DivergenceError, PeerLostError
 
 log = logging.getLogger(__name__)
 
@@ -250,6 +251,8 @@ class Wait:
     verdict: str = ""
     """Why it will never end."""
     is_peer_gone: bool = False
+    lost: Mapping[int, str] = field(default_factory=dict)
+    """Ranks, of the default group, whose hosts have vanished."""
     has_told: bool = False
     """Whether the user was told that it takes long."""
     barriers: Sequence[tuple[int, str, int]] = ()
@@ -264,11 +267,11 @@ class Wait:
 
         Raises:
             DivergenceError: The ranks wait for each other.
-            CollectiveFailed: Another rank has told that it cannot go on.
+            CollectiveFailed: Another rank has told that it cannot go on, or has vanished with its host.
         """
         if self.verdict:
             raise DivergenceError(self.verdict)
-        if self.is_peer_gone:
+        if self.is_peer_gone or (self.lost and any(rank in self.lost for rank in self.needs)):
             raise CollectiveFailed("another rank has left")
         handle_overdue(LONGEST_DEFERRED_S)
 
@@ -294,6 +297,9 @@ class Line:
         self._openings: dict[str, Place] = {}
         self._current: list[Wait] = []
         self._watch: Watch | None = None
+        self.lost: dict[int, str] = {}
+        """Ranks whose hosts have vanished, and what to say of that. Filled by the thread of the lifelines."""
+        self._lifelines: Lifelines | None = None
         # Of the thread that looks
         self._seen: Wait | None = None
         self._beat = 0
@@ -327,13 +333,41 @@ class Line:
         self.rest()
 
     def rest(self) -> None:
-        """End the thread that looks, where there is no place left and nothing to wait for."""
-        is_needed = bool(self._current) or next(iter(self._places), None) is not None
-        if not is_needed and self._watch is not None:
+        """End the thread that looks, and the lifelines, where there is no place left and nothing to wait for."""
+        if self._current or next(iter(self._places), None) is not None:
+            return
+        if self._watch is not None:
             self._watch.stop()
             self._watch = None
+        if self._lifelines is not None:
+            self._lifelines.close()
+            self._lifelines = None
+
+    @property
+    def tied(self) -> str:
+        """The name of this rank's lifelines; empty: it has none."""
+        return "" if self._lifelines is None else self._lifelines.name
+
+    def tie(
+        self, name: str, tied: Sequence[str], processes: Sequence[Process], exchange: Callable[[Any], list[Any]]
+    ) -> None:
+        """Have lifelines to the other hosts, if there are any: new ones, unless all ranks still have their ends of the
+        same. Collective, over all ranks of the default group.
+
+        Args:
+            name: For new ones.
+            tied: By rank.
+            processes, exchange: See `lifelines.tie`.
+        """
+        if len({process.where for process in processes}) == 1 or (self.tied and set(tied) == {self.tied}):
+            return
+        if self._lifelines is not None:
+            self._lifelines.close()
+        self._lifelines = tie(name, self.rank, processes, exchange, self.lost)
+        weakref.finalize(self, self._lifelines.close).atexit = False
 
     def begin(self, wait: Wait) -> None:
+        wait.lost = self.lost
         self._current.append(wait)
 
     def end(self, wait: Wait) -> None:
@@ -359,6 +393,7 @@ class Line:
             pause_s = 0.002
             for rank in place.ranks:
                 while rank != self.rank and self._come_to(place.name, rank)[0] < place.count:
+                    self._check_hosts(wait)
                     wait.check()
                     time.sleep(pause_s)
                     pause_s = min(0.1, pause_s * 1.5)
@@ -371,8 +406,19 @@ class Line:
             raise
         try:
             yield
+        except RuntimeError:  # torch's, where its connections to a host that has vanished were ended
+            self._check_hosts(wait)
+            raise
         finally:
             self.end(wait)
+
+    def _check_hosts(self, wait: Wait) -> None:
+        """Raise where groups cannot be made since a host has vanished."""
+        vanished = {rank: self.lost[rank] for rank in wait.needs if rank in self.lost}
+        if vanished:
+            why = "; ".join(dict.fromkeys(vanished.values()))
+            text = f"rank {self.rank} cannot go on: {why}. It was in {position_of(wait.call, wait.thread)}"
+            raise PeerLostError(text, ranks=sorted(vanished))
 
     def _come_to(self, name: str, rank: int) -> tuple[int, int]:
         """How often a rank has opened these groups, counting the try under way, and how often it has tried."""

@@ -7,7 +7,6 @@ a namespace, where the system lets this user make one, else Python alone is told
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -29,12 +28,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_elixir import ElixirStrategy, HybridAdam
 from lightning_elixir._lightning import LightningModule, Trainer
-from lightning_elixir.core import peers
+from lightning_elixir.core import lifelines, peers
 from lightning_elixir.errors import PeerLostError, PlanError
 from lightning_elixir.patterns import Column, Row
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers import processes
 from tests.helpers.dist import RankError, run_ranks
+from tests.helpers.network import be_on, join, unplug, why_not  # noqa: F401 - for what is started
 from tests.helpers.patterns import difference
 from tests.helpers.tiers import full, telling
 
@@ -147,26 +147,16 @@ def test_uneven_nodes_are_refused() -> None:
 
 # ------------------------------------------------------------------------------------- nodes with names of their own
 
-_NEW_USER, _NEW_UTS = 0x10000000, 0x04000000
 
-
-def be_on(host: str) -> None:
-    """From now on this process, and what it starts, is on a host of that name. It must have one thread alone, if it is
-    not root's."""
-    user, group = os.getuid(), os.getgid()
-    unshare = ctypes.CDLL(None).unshare
-    if unshare(_NEW_UTS) == 0 or unshare(_NEW_USER | _NEW_UTS) == 0:
-        with suppress(OSError):  # who this is stays the same, if the namespace is new
-            Path("/proc/self/setgroups").write_text("deny")
-            Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-            Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-        with suppress(OSError):
-            socket.sethostname(host)
-    if socket.gethostname() != host:
-        socket.gethostname = lambda: host
-
-
-def run_node(node: int, nodes: int, per_node: int, port: int, program: Callable[..., None], *arguments: Any) -> None:
+def run_node(
+    node: int,
+    nodes: int,
+    per_node: int,
+    port: int,
+    program: Callable[..., None],
+    *arguments: Any,
+    master: str = "127.0.0.1",
+) -> None:
     """What `torchrun --nnodes=... train.py` does on one of the nodes; `program` is what it runs."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -174,7 +164,7 @@ def run_node(node: int, nodes: int, per_node: int, port: int, program: Callable[
 
     be_on(f"node{node}")
     options = [f"--nnodes={nodes}", f"--nproc-per-node={per_node}", f"--node-rank={node}"]
-    options += ["--master-addr=127.0.0.1", f"--master-port={port}", "--start-method=fork", "--monitor-interval=0.2"]
+    options += [f"--master-addr={master}", f"--master-port={port}", "--start-method=fork", "--monitor-interval=0.2"]
     config, _, _ = config_from_args(parse_args([*options, "train.py"]))
     try:
         elastic_launch(config, program)(nodes, per_node, *arguments)
@@ -288,18 +278,29 @@ def test_torchruns_nodes_give_what_pytorch_gives(nodes: int, per_node: int, tmp_
     _assert_is_plain(tmp_path, nodes, per_node)
 
 
-def lose(nodes: int, per_node: int, folder: str, timeout_s: float) -> None:
-    """As `train`, on hosts of which none can see the processes of another; leaves behind what a lost peer raises."""
+def lose(nodes: int, per_node: int, folder: str, timeout_s: float, is_soon: bool = True) -> None:
+    """As `train`, on hosts of which none can see the processes of another; leaves behind what a lost peer raises.
+
+    Args:
+        is_soon: Hosts that vanish are noticed after three seconds.
+    """
     peers._place = socket.gethostname
+    if is_soon:
+        lifelines.IDLE_S, lifelines.ASK_EVERY_S, lifelines.NUM_UNANSWERED = 1, 1, 2
     try:
-        train(nodes, per_node, folder, pause_s=1.0, timeout_s=timeout_s)
+        train(nodes, per_node, folder, pause_s=2.0, timeout_s=timeout_s)
     except PeerLostError as error:
         Path(folder, f"lost{os.environ['RANK']}").write_text(str(error))
         raise
 
 
-# A process that is stopped is as a host that has vanished: its connections stay open, and nothing comes. The others
-# wait for it as long as `timeout` says.
+def _wait_until_all_train(folder: Path, world: int, started: processes.Process) -> None:
+    while not all((folder / f"begun{rank}").exists() for rank in range(world)):
+        assert started.poll() is None
+        time.sleep(0.05)
+
+
+# To the others a process that is stopped is late, since its system answers for it: they wait as long as `timeout` says.
 @pytest.mark.parametrize("how", [signal.SIGKILL, full(signal.SIGSTOP)], ids=["killed", "stopped"])
 def test_a_rank_lost_on_another_host_is_named(how: signal.Signals, tmp_path: Path) -> None:
     port, begun = _free_port(), tmp_path / "begun1"
@@ -319,6 +320,72 @@ def test_a_rank_lost_on_another_host_is_named(how: signal.Signals, tmp_path: Pat
             process.wait(60)
     told = (tmp_path / "lost0").read_text()
     assert f"rank 0 cannot go on: rank 1 does not answer (process {begun.read_text()} on node1)" in told
+
+
+def _start_joined(nodes: int, program: str, folder: Path, *, ipv6: bool = False) -> processes.Process:
+    """Start `program` by torchrun on nodes that have networks of their own; it ends when they have, with their number
+    if none has ended well."""
+    if why_not():
+        pytest.skip(why_not())
+    code = (
+        f"join({nodes}, lambda node: run_node(node, {nodes}, {program}, master='node0'), {str(folder)!r}, ipv6={ipv6})"
+    )
+    return _start(code, GLOO_SOCKET_IFNAME="eth0" if ipv6 else "")
+
+
+VANISHING = [
+    pytest.param(2, 1, 1, id="one-of-two"),
+    pytest.param(3, 1, 1, id="one-of-three"),
+    pytest.param(3, 1, 0, id="the-one-with-the-store"),
+    pytest.param(2, 2, 0, id="with-two-ranks"),
+]
+
+
+def _assert_all_have_lost(folder: Path, nodes: int, per_node: int, victim: int) -> None:
+    """Those of the other nodes name the victim and its ranks; those of the victim, which live on, the others."""
+    told = {rank: (folder / f"lost{rank}").read_text() for rank in range(nodes * per_node)}
+    ranks = [", ".join(str(node * per_node + local) for local in range(per_node)) for node in range(nodes)]
+    words = [f"host node{node} has vanished, with rank{'s' * (per_node > 1)} {r}:" for node, r in enumerate(ranks)]
+    for rank, text in told.items():
+        found = {node for node in range(nodes) if words[node] in text}
+        is_victims = rank // per_node == victim
+        assert (victim not in found and found) if is_victims else found == {victim}, told
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "victim"), telling(VANISHING, "with-two-ranks"))
+def test_a_host_that_vanishes_is_noticed_by_all(nodes: int, per_node: int, victim: int, tmp_path: Path) -> None:
+    started = _start_joined(nodes, f"{per_node}, 29500, lose, {str(tmp_path)!r}, 600.0", tmp_path)
+    try:
+        _wait_until_all_train(tmp_path, nodes * per_node, started)
+        unplug(tmp_path, victim)
+        assert started.wait(60) == nodes
+    finally:
+        started.kill()
+        started.wait(60)
+    _assert_all_have_lost(tmp_path, nodes, per_node, victim)
+
+
+@pytest.mark.full
+def test_a_host_of_ipv6_that_vanishes_is_noticed_within_half_a_minute(tmp_path: Path) -> None:
+    started = _start_joined(2, f"1, 29500, lose, {str(tmp_path)!r}, 600.0, False", tmp_path, ipv6=True)
+    try:
+        _wait_until_all_train(tmp_path, 2, started)
+        begin = time.monotonic()
+        unplug(tmp_path, 1)
+        assert started.wait(60) == 2
+        assert 15 < time.monotonic() - begin < 45
+    finally:
+        started.kill()
+        started.wait(60)
+    _assert_all_have_lost(tmp_path, 2, 1, 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (3, 1), (2, 2)])
+def test_nodes_with_networks_of_their_own_give_what_pytorch_gives(nodes: int, per_node: int, tmp_path: Path) -> None:
+    started = _start_joined(nodes, f"{per_node}, 29500, train, {str(tmp_path)!r}", tmp_path)
+    _wait_for([started])
+    _assert_is_plain(tmp_path, nodes, per_node)
 
 
 def test_slurms_nodes_give_what_pytorch_gives(tmp_path: Path) -> None:
