@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_elixir.core import lifelines, peers
 from lightning_elixir.core.comm import make_comm
@@ -257,17 +258,18 @@ def _open_groups(line: Line) -> None:
 
 def _lose(where: str) -> None:
     """Rank 1's host vanishes while rank 0 waits; the connections to it stay."""
-    comm, line = make_comm(None, torch.device("cpu")), line_of_process()
+    comm, line, store = make_comm(None, torch.device("cpu")), line_of_process(), _get_default_store()
     if dist.get_rank() == 1:
-        time.sleep(2.0)
+        store.get("heard")
         return
     threading.Timer(0.3, line.lost.update, [{1: "host b has vanished, with rank 1"}]).start()
     wait = partial(comm.exchange, [0]) if where == "a collective" else partial(_open_groups, line)
     with pytest.raises(PeerLostError, match="rank 0 cannot go on: host b has vanished, with rank 1") as raised:
         wait()
+    store.set("heard", "")
     assert raised.value.ranks == (1,)
 
 
 @pytest.mark.parametrize("where", ["a collective", "groups that are opened"])
 def test_who_waits_for_a_host_that_has_vanished_hears_of_it(where: str) -> None:
-    run_ranks(_lose, 2, where, fresh=True)
+    run_ranks(_lose, 2, where, fresh=True, timeout_s=30.0)
