@@ -18,6 +18,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from lightning_elixir.checkpoint.folder import META_FILE, whole_file
 from lightning_elixir.checkpoint.index import CheckpointIndex, StoredTensor, first_names
 from lightning_elixir.checkpoint.weight_files import DTYPE_NAMES, INDEX_FILE, SINGLE_FILE
+from lightning_elixir.core.composed_states import composed_again
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.storage.nvme import MappedMemory
 
@@ -85,10 +86,10 @@ def _write_checkpoint(output: Path, index: CheckpointIndex, weights_only: bool) 
     output.parent.mkdir(parents=True, exist_ok=True)
     with MappedMemory(output.parent) as memory:
         flat = _values(index, wanted, memory)
-    nested = unflatten_state_dict(flat, {key: index.paths[key] for key in flat})
-    checkpoint["state_dict"] = nested.pop(root)
-    roots = sorted((key for key in nested if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
-    states = [_numbered(nested.pop(each)) for each in roots]
+        nested = unflatten_state_dict(flat, {key: index.paths[key] for key in flat})
+        checkpoint["state_dict"] = nested.pop(root)
+        roots = sorted((key for key in nested if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
+        states = [_numbered(nested.pop(each), memory) for each in roots]
     if states:
         checkpoint["optimizer_states"] = states
         if own.get("loss_scaler"):
@@ -125,12 +126,14 @@ def _values(index: CheckpointIndex, keys: Sequence[str], memory: MappedMemory) -
     return flat
 
 
-def _numbered(states: Mapping[str, Any]) -> dict[str, Any]:
+def _numbered(states: Mapping[str, Any], memory: MappedMemory) -> dict[str, Any]:
     """An optimizer's state dict by parameter names -> by numbers, as torch's optimizers give and take it."""
     names = [name for group in states["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in states["param_groups"]]
-    return {"state": {numbers[name]: state for name, state in states.get("state", {}).items()}, "param_groups": groups}
+    of_names = states.get("state", {})
+    state = {numbers[name]: composed_again(of, memory.empty) for name, of in of_names.items()}
+    return {"state": state, "param_groups": groups}
 
 
 # Safetensors

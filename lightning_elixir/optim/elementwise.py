@@ -6,9 +6,8 @@ process, by class, in `_registered` below; nothing of it belongs to an engine.
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +54,19 @@ _TAKEN_FROM_ELSEWHERE = {
 # elements, beginning anew with each parameter; LAMB and LARS take norms of it. Any may be told to use 8 bits, or 32.
 _MOMENTS = {"Adam": 2, "AdamW": 2, "LAMB": 2, "Lion": 1, "SGD": 1, "RMSprop": 1, "Adagrad": 1, "LARS": 1}
 _OF_BITSANDBYTES = {f"{name}{bits}": count for name, count in _MOMENTS.items() for bits in ("", "8bit", "32bit")}
-_WHOLE_FROM_ELSEWHERE = {("transformers", "Adafactor"), *(("bitsandbytes", name) for name in _OF_BITSANDBYTES)}
+_OF_BITSANDBYTES |= {"AdEMAMix": 3, "AdEMAMix8bit": 3}
+_BLOCK_OF_BITSANDBYTES = 256
+# Those of torchao, and the bytes of a moment's element. They scale in blocks in the same way.
+_OF_TORCHAO = {
+    f"{name}{bits}": size for name in ("Adam", "AdamW") for bits, size in (("8bit", 1.0), ("4bit", 0.5), ("Fp8", 1.0))
+}
+_LEAST_OF_TORCHAO = 4096  # elements of a parameter whose moments are of few bits
+_SCALE_BYTES, _FULL_BYTES = 4, 4  # of a block, and of a moment's element that is in fp32
+_WHOLE_FROM_ELSEWHERE = {
+    ("transformers", "Adafactor"),
+    *(("bitsandbytes", name) for name in _OF_BITSANDBYTES),
+    *(("torchao", name) for name in _OF_TORCHAO),
+}
 
 _registered: weakref.WeakSet[type[Optimizer]] = weakref.WeakSet()
 
@@ -118,20 +129,28 @@ class InnerMaker:
     is_whole: bool = False
     """Whether it looks at whole parameters, so that it runs over these, not over segments."""
 
-    @property
-    def moments_of_bitsandbytes(self) -> int:
-        """States for each element, of 8 or 32 bits whatever the parameter's dtype; 0 for all that are not theirs."""
-        package, name = _place_of(self.cls)
-        return _OF_BITSANDBYTES.get(name, 0) if package == "bitsandbytes" else 0
+    def state_bytes(self, numel: int, group: Mapping[str, Any]) -> float | None:
+        """Of the states of a parameter, for each of its elements, where they are of 8 or 32 bits and the like whatever
+        the parameter's dtype; None for all other optimizers.
 
-    @property
-    def least_in_8_bits(self) -> float:
-        """Elements of the smallest parameter whose states are of 8 bits; smaller ones have theirs in fp32, as have all
-        where this is infinite."""
-        settings = getattr(self.prototype, "args", None)
-        if getattr(settings, "optim_bits", 32) != 8:
-            return math.inf
-        return int(getattr(settings, "min_8bit_size", 4096))
+        Args:
+            numel: Elements of the parameter.
+            group: Its settings.
+        """
+        package, name = _place_of(self.cls)
+        if package == "bitsandbytes" and name in _OF_BITSANDBYTES:
+            settings = getattr(self.prototype, "args", None)
+            is_small = numel < int(getattr(settings, "min_8bit_size", 4096))
+            is_full = getattr(settings, "optim_bits", 32) != 8 or is_small
+            of_few_bits, block = 1.0, _BLOCK_OF_BITSANDBYTES
+            num_moments = _OF_BITSANDBYTES[name]
+        elif package == "torchao" and name in _OF_TORCHAO:
+            of_few_bits, block = _OF_TORCHAO[name], int(vars(self.prototype)["block_size"])
+            is_full = numel < _LEAST_OF_TORCHAO or numel % block != 0
+            num_moments = 3 if group.get("amsgrad") else 2
+        else:
+            return None
+        return num_moments * (_FULL_BYTES if is_full else of_few_bits + _SCALE_BYTES / block)
 
     @property
     def is_adam(self) -> bool:
@@ -167,7 +186,7 @@ class InnerMaker:
         Returns:
             Whether anything has changed.
         """
-        if self.prototype is None:
+        if self.prototype is None or self.is_whole:  # those that are known keep nothing there
             return False
         return advance_groups(self.make, groups, used, method)
 
@@ -262,12 +281,6 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _quantises(cls: type) -> bool:
-    """Whether it is one of torchao's with states in few bits."""
-    names = {f"{name}{bits}" for name in ("Adam", "AdamW") for bits in ("8bit", "4bit", "Fp8")}
-    return _place_of(cls)[0] == "torchao" and cls.__name__ in names
-
-
 def _names_that_work() -> str:
     return ", ".join(["HybridAdam", "CPUAdam", *(f"torch.optim.{c.__name__}" for c in (*_ELEMENTWISE, *_WHOLE))])
 
@@ -291,23 +304,15 @@ def _known_reason(optimizer: Optimizer) -> str | None:
             f"{name} looks at whole parameters, at all of them together (it is not element-wise), and runs its closure"
             f" several times in a step: none of this is possible over shards. Use one of {_names_that_work()}"
         )
-    if any(_place_of(base)[0] == "bitsandbytes" and "AdEMAMix" in base.__name__ for base in cls.__mro__):
+    if any(_place_of(base) == ("bitsandbytes", "AdEMAMix32bit") for base in cls.__mro__):
         return (
-            f"{name} keeps two moments of a parameter in one tensor of twice its size, and states here are of the"
-            " parameter's own shape, or small: use an optimizer of bitsandbytes that has one tensor for each moment,"
-            " such as bitsandbytes.optim.AdamW8bit, or HybridAdam"
+            f"{name} of bitsandbytes makes one moment of a parameter where its update writes two, in plain PyTorch too:"
+            " use bitsandbytes.optim.AdEMAMix, which has 32 bits as well"
         )
     if _is_paged(optimizer):
         unpaged = cls.__name__.removeprefix("Paged")
         return (
             f"{name} has the driver move its states between GPU and host (is_paged=True), and here the plan does that:"
             f" use {_place_of(cls)[0]}.optim.{unpaged} with is_paged=False, whose states may be offloaded"
-        )
-    if any(_quantises(base) for base in cls.__mro__):
-        return (
-            f"{name} is not element-wise: it quantises states in blocks, so that a slice of a parameter would be"
-            " rounded otherwise. Nor is it run over whole parameters here: each of its states is a tensor subclass"
-            " around several tensors, and states here are plain tensors. Use bitsandbytes.optim.AdamW8bit, or"
-            " HybridAdam"
         )
     return None

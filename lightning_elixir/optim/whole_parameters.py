@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_elixir.core.composed_states import composed, is_part, parts_of, spread
 from lightning_elixir.optim.adam_states import SegmentPlace, Zeros
 from lightning_elixir.optim.elementwise import InnerMaker
 from lightning_elixir.optim.elementwise_check import settings_of
@@ -62,7 +63,7 @@ class WholeParameters(SegmentOptimizer):
         self.places = tuple(places)
         self._layouts = layouts
         self._zeros = zeros
-        self._states: dict[int, dict[str, Any]] = {}  # by member index
+        self._states: dict[int, dict[str, Any]] = {}  # by member index, in parts (`composed_states`)
 
     def update(self, index: int, group: Mapping[str, Any], value: Tensor, grad: Tensor) -> None:
         """One step of a parameter, on the device of `value`; states that live elsewhere come there and go back.
@@ -86,22 +87,22 @@ class WholeParameters(SegmentOptimizer):
         """One step, as `update`, which keeps no states.
 
         Args:
-            near: The states, on the device of `value`; may be written over.
+            near: The states in parts, on the device of `value`; may be written over.
 
         Returns:
-            The new states, there.
+            The new states, there, in parts.
         """
         layout = self._layouts[index]
         parameter = layout.view(value).detach()
         parameter.grad = layout.view(grad)
         one = self._maker.make([{**settings_of(group), "params": [parameter]}])
         if near:
-            one.state[parameter] = near
+            one.state[parameter] = composed(near, layout.shape, value.dtype)
         step = type(one).step
         getattr(step, "__wrapped__", step)(one)  # without hooks for all optimizers: this is a part of a step
         if parameter.data_ptr() != value.data_ptr():  # it has made itself a contiguous copy
             layout.view(value).copy_(parameter)
-        return dict(one.state[parameter])
+        return parts_of(one.state[parameter], layout.shape)
 
     def keep(self, index: int, states: Mapping[str, Any], *, is_copied: bool = False) -> None:
         """Take new states of a member to where they live.
@@ -133,9 +134,9 @@ class WholeParameters(SegmentOptimizer):
 
     def described(self, position: int) -> dict[str, tuple[str, Any]]:
         """As of `SegmentOptimizer`; what has another shape than the parameter is a value, small as it is."""
-        shape = self._layouts[self.places[position].member_index].shape
+        shape = self._layout_of(position).shape
         found: dict[str, tuple[str, Any]] = {}
-        for key, value in self.state_of(position).items():
+        for key, value in spread(self.state_of(position), shape).items():
             is_like_parameter = isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) == shape
             found[key] = ("tensor", value.dtype) if is_like_parameter else ("value", _copied(value))
         return found
@@ -144,8 +145,13 @@ class WholeParameters(SegmentOptimizer):
         return self._states.get(self.places[position].member_index, {})
 
     def run_of(self, position: int, key: str) -> Tensor | None:
-        value = self.state_of(position).get(key)
-        return None if value is None else self._layouts[self.places[position].member_index].flat(value)
+        layout = self._layout_of(position)
+        perhaps = {name: value for name, value in self.state_of(position).items() if key.startswith(name)}
+        value = spread(perhaps, layout.shape).get(key)
+        return None if value is None else layout.flat(value)
+
+    def _layout_of(self, position: int) -> Layout:
+        return self._layouts[self.places[position].member_index]
 
     def has_only_reserved(self, position: int) -> bool:
         return False
@@ -153,7 +159,10 @@ class WholeParameters(SegmentOptimizer):
     def set_state(self, position: int, state: Mapping[str, Any], *, keeps_dtype: bool = False) -> None:
         index = self.places[position].member_index
         kept = getattr(self._maker.prototype, "non_castable_tensor_keys", ())  # what bitsandbytes says of its own
-        taken = {key: self._taken(index, value, keeps_dtype or key in kept) for key, value in state.items()}
+        taken = {
+            key: self._taken(index, value, keeps_dtype or key in kept or is_part(key))
+            for key, value in parts_of(state, self._layouts[index].shape).items()
+        }
         self._states.pop(index, None)
         if taken:
             self._states[index] = taken

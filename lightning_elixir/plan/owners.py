@@ -43,14 +43,25 @@ _WORK_BYTES = 16
 # a fourth takes would be missing for chunks.
 _MOST_SLOTS, _FEWEST_SLOTS = 4, 3
 _MOST_BYTES_OF_SLOTS = 6 * 2**30
+# Of a slot: what gaps between the tensors in it may take, without there being fewer.
+_GAPS = 0.1
 MOST_UPDATE_BYTES = _WORK_BYTES + _MOST_SLOTS * _SLOT_BYTES
 # Of each element of a chunk with a parameter that ranks cut: value and gradient, sent, received and put together.
 EXCHANGE_BYTES = 24
 
 
-def num_slots(numel: int) -> int:
-    """How many parameters of `numel` elements may be on their way at once."""
-    return max(_FEWEST_SLOTS, min(_MOST_SLOTS, _MOST_BYTES_OF_SLOTS // max(1, _SLOT_BYTES * numel)))
+def num_slots(numel: int, slot_bytes: int = 0) -> int:
+    """How many parameters of `numel` elements may be on their way at once.
+
+    Args:
+        numel: Elements of the largest.
+        slot_bytes: Of the largest slot, where that is known: of those that take more than plans count (AdEMAMix: 20
+            bytes for each element) there are fewer.
+    """
+    count = max(_FEWEST_SLOTS, min(_MOST_SLOTS, _MOST_BYTES_OF_SLOTS // max(1, _SLOT_BYTES * numel)))
+    if not slot_bytes:
+        return count
+    return min(count, max(1, int(count * _SLOT_BYTES * numel / slot_bytes + _GAPS)))
 
 
 def update_bytes(numel: int) -> int:

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
 
 
-# bitsandbytes has an fp32 scale for each 256 elements of a moment.
-_SCALE_BYTES = 4 / 256
-
-
 class ChunkOptimizers:
     """One `SegmentOptimizer` for each chunk that trains, over this rank's shard of it.
 
@@ -73,8 +69,9 @@ class ChunkOptimizers:
     @property
     def state_count(self) -> StateCount:
         """States for each element of a parameter (Adam 2), rounded up; 2 before there are any."""
-        if self.maker.moments_of_bitsandbytes:
-            return StateCount(0, self._bytes_of_bitsandbytes())
+        of_bytes = self._bytes_of_states()
+        if of_bytes is not None:
+            return StateCount(0, of_bytes)
         if self.maker.is_whole:  # ranks have other shares of them, and must plan alike: Adafactor may have a momentum
             return StateCount(2 if any(group.get("beta1") is not None for group in self.groups) else 1)
         inners = [inner for inner in self.inner.values() if inner.state_bytes()]
@@ -84,12 +81,18 @@ class ChunkOptimizers:
         own = sum(inner.work.element_size() * sum(place.numel for place in inner.places) for inner in inners)
         return StateCount(math.ceil(sum(inner.state_bytes() for inner in inners) / max(1, own) - 0.1))
 
-    def _bytes_of_bitsandbytes(self) -> int:
-        """For each element: moments of a byte and their scales, or those of fp32, rounded up over all."""
-        least = self.maker.least_in_8_bits
-        numels = [self._engine.chunks[i].spec.members[m].numel for i, members in self.members.items() for m in members]
-        total = sum(numel * (1 + _SCALE_BYTES if numel >= least else 4) for numel in numels)
-        return math.ceil(self.maker.moments_of_bitsandbytes * total / max(1, sum(numels)))
+    def _bytes_of_states(self) -> int | None:
+        """For each element, rounded up over all parameters, where the optimizer has its own dtypes; else None."""
+        nbytes, numels = 0.0, 0
+        for chunk_id, members in self.members.items():
+            chunk = self._engine.chunks[chunk_id]
+            for index in members:
+                numel = chunk.spec.members[index].numel
+                of_element = self.maker.state_bytes(numel, self.group_of(chunk, index))
+                if of_element is None:
+                    return None
+                nbytes, numels = nbytes + numel * of_element, numels + numel
+        return math.ceil(nbytes / numels) if numels else None
 
     def parameter_names(self) -> list[str]:
         """FQNs of the members."""

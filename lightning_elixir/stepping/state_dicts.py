@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_elixir.core.composed_states import composed_again
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.state_layout import is_scalar_state
 from lightning_elixir.optim.whole_parameters import Layout
@@ -76,9 +77,10 @@ class StateDicts:
                 entries = described.get((chunk.id, index))
                 if entries and id(parameter) in numbers:
                     fqn = chunk.spec.members[index].fqn
-                    state[numbers[id(parameter)]] = {
+                    of_parameter = {
                         key: whole[fqn][key] if kind == "tensor" else value for key, (kind, value) in entries.items()
                     }
+                    state[numbers[id(parameter)]] = self._as_its_own(of_parameter)
         return {"state": {n: state[n] for n in sorted(state)}, "param_groups": groups}
 
     def described(self) -> Described:
@@ -153,7 +155,11 @@ class StateDicts:
             rows = engine.groups.of(chunk.spec).gather_host(inner.flat_state(key, value), on_all_ranks=True) or []
             flat = rows[0] if len(rows) == 1 else torch.cat(rows)
             found[key] = chunk.view_of(flat, index).to(engine.device.torch_device, copy=True)
-        return found
+        return self._as_its_own(found)
+
+    def _as_its_own(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The whole states of a parameter as the optimizer has them in plain PyTorch."""
+        return composed_again(state) if self._states.maker.is_whole else state
 
     def runs(self, chunk: Chunk, key: str, dtype: torch.dtype) -> dict[int, Tensor]:
         """One element-wise state of this rank's segments of a chunk, 1-D, by member index: where it lies, unless that

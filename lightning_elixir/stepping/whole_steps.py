@@ -93,7 +93,8 @@ class WholeSteps(TorchSteps):
                 cuts.append(_Cut(index, self._states.owners[chunk.id, index], of_ranks))
             elif own is not None and self._is_streamed(chunk):
                 if not self._stream.is_open:
-                    self._stream.open(self._slot_bytes(), self._num_slots())
+                    slot_bytes = self._slot_bytes()
+                    self._stream.open(slot_bytes, self._num_slots(slot_bytes))
                 self._stream.issue(self._host_update(chunk, inner, index, own, shard))
             elif own is not None:
                 value = inner.work[own.in_shard].to(self._engine.device.torch_device, non_blocking=True)
@@ -143,12 +144,11 @@ class WholeSteps(TorchSteps):
                     most = max(most, self._host_update(chunk, self._inner(chunk), index, own, shard).slot_bytes)
         return most
 
-    def _num_slots(self) -> int:
+    def _num_slots(self, slot_bytes: int) -> int:
         """As plans count them: by the largest parameter that the optimizer has."""
         chunks = self._engine.chunks
-        return num_slots(
-            max(chunks[i].spec.members[k].numel for i, members in self._states.members.items() for k in members)
-        )
+        most = max(chunks[i].spec.members[k].numel for i, members in self._states.members.items() for k in members)
+        return num_slots(most, slot_bytes)
 
     def _near_grad(self, grad: Tensor, dtype: torch.dtype, change: GradientChange) -> Tensor:
         """A gradient as the optimizer wants it, on the compute device."""

@@ -100,7 +100,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     over GPU and host memory and over the ranks, and come to the GPU when they are needed.
 
     Optimizers are element-wise (`HybridAdam`, `CPUAdam`, those of torch, what `register_elementwise` takes), Muon,
-    Adafactor or bitsandbytes'; several under manual optimization. Layers may be made in `configure_model`,
+    Adafactor, bitsandbytes' or torchao's; several under manual optimization. Layers may be made in `configure_model`,
     `configure_sharded_model` or `__init__`; where there are several ranks, in `configure_model` only rank 0 holds the
     whole model.
     """

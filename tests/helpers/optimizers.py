@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_avg_fn
 
@@ -41,9 +43,12 @@ def _registered(cls: type[torch.optim.Optimizer]) -> Callable[[nn.Module], list[
     return make
 
 
-def _in_8_bits(model: nn.Module) -> list[torch.optim.Optimizer]:
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="8-bit optimizers are those of bitsandbytes")
-    return [bitsandbytes.optim.AdamW8bit(model.parameters(), lr=0.01)]
+def _of(package: str, name: str) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
+    def make(model: nn.Module) -> list[torch.optim.Optimizer]:
+        optimizers = pytest.importorskip(f"{package}.optim", reason="has these optimizers")
+        return [getattr(optimizers, name)(model.parameters(), lr=0.01)]
+
+    return make
 
 
 def _parts(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -55,7 +60,9 @@ MAKE: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
     "Lion": _registered(Lion),
     "ScheduleFree": _registered(ScheduleFree),
     "Adafactor": lambda model: [torch.optim.Adafactor(model.parameters(), lr=0.02)],
-    "AdamW8bit": _in_8_bits,
+    "AdamW8bit": _of("bitsandbytes", "AdamW8bit"),
+    "AdEMAMix8bit": _of("bitsandbytes", "AdEMAMix8bit"),
+    "AdamW8bit of torchao": _of("torchao", "AdamW8bit"),  # which compiles its update, for each shape
     "Muon and AdamW": lambda model: [
         torch.optim.Muon(_parts(model)[0], lr=0.02),
         torch.optim.AdamW(_parts(model)[1], lr=0.01),
@@ -88,6 +95,14 @@ def _call(optimizers: list[Any], mode: str) -> None:
 
 def largest_difference(name: str, place: str, device: torch.device) -> float:
     """Of values and of averages after some steps, evaluations between them, and a state that went out and in."""
+    if "torchao" not in name:
+        return _largest_difference(name, place, device)
+    with warnings.catch_warnings(), torch._inductor.config.patch(compile_threads=1):  # the compiler's; they would stay
+        warnings.simplefilter("ignore")
+        return _largest_difference(name, place, device)
+
+
+def _largest_difference(name: str, place: str, device: torch.device) -> float:
     plain = Net().to(device)
     theirs = MAKE[name](plain)
     averages = {key: value.detach().clone() for key, value in plain.named_parameters()}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import io
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -35,14 +37,19 @@ STEPS = 4
 
 
 class Net(nn.Module):
-    """Matrices of several shapes, one of them transposed in memory, a tensor of four dimensions, vectors."""
+    """Matrices of several shapes, one of them transposed in memory, a tensor of four dimensions, vectors.
 
-    def __init__(self) -> None:
+    Args:
+        is_large: Two matrices have more than 4096 elements.
+    """
+
+    def __init__(self, is_large: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
+        width, columns = (128, 256) if is_large else (60, 30)
         self.first, self.norm = nn.Linear(24, 40), nn.LayerNorm(40)
-        self.wide, self.last = nn.Linear(40, 60, bias=False), nn.Linear(60, 8)
-        self.across = nn.Parameter(torch.randn(30, 24).t() * 0.1)
+        self.wide, self.last = nn.Linear(40, width, bias=False), nn.Linear(width, 8)
+        self.across = nn.Parameter(torch.randn(columns, 24).t() * 0.1)
         self.filters = nn.Parameter((torch.randn(2, 3, 4, 2) * 0.1).to(memory_format=torch.channels_last))
         self.unused = nn.Parameter(torch.randn(5, 5))
 
@@ -90,6 +97,17 @@ def _bitsandbytes(name: str, **options: Any) -> Callable[[nn.Module], list[torch
     return make
 
 
+def _torchao(name: str) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
+    """With moments of few bits in the larger tensors, and plain ones in the others."""
+
+    def make(model: nn.Module) -> list[torch.optim.Optimizer]:
+        optimizers = pytest.importorskip("torchao.optim", reason="has these optimizers")
+        return [getattr(optimizers, name)(model.parameters(), lr=0.01)]
+
+    return make
+
+
+OF_TORCHAO = ("AdamW8bit", "Adam4bit", "AdamWFp8")
 OF_BITSANDBYTES = ("Adam", "AdamW", "LAMB", "Lion", "SGD", "RMSprop", "Adagrad", "LARS")
 MAKE: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
     "adafactor": _adafactor,
@@ -97,6 +115,9 @@ MAKE: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
     "muon and HybridAdam": _muon_and_hybrid,
     "transformers": _transformers,
     **{f"{name}{bits}": _bitsandbytes(f"{name}{bits}") for name in OF_BITSANDBYTES for bits in ("8bit", "32bit")},
+    **{f"{name} of torchao": _torchao(name) for name in OF_TORCHAO},
+    "AdEMAMix": _bitsandbytes("AdEMAMix", t_alpha=5),
+    "AdEMAMix8bit": _bitsandbytes("AdEMAMix8bit"),
     "AdamW": _bitsandbytes("AdamW"),
     "AdamW told to use 8 bits": _bitsandbytes("AdamW", optim_bits=8),
 }
@@ -111,8 +132,18 @@ def _data(seed: int) -> Tensor:
     return torch.randn(6, 24, generator=torch.Generator().manual_seed(seed))
 
 
+def _net(name: str) -> Net:
+    return Net(is_large="torchao" in name)
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torchao compiles its update, for every shape; here it runs as it is written."""
+    return functools.wraps(function)(torch.compiler.set_stance("force_eager")(function))
+
+
+@_uncompiled
 def _plain(name: str, world_size: int, clip: float = 0.0) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    model = Net()
+    model = _net(name)
     optimizers = MAKE[name](model)
     for step in range(STEPS):
         for rank in range(world_size):
@@ -126,9 +157,10 @@ def _plain(name: str, world_size: int, clip: float = 0.0) -> tuple[nn.Module, li
     return model, optimizers
 
 
+@_uncompiled
 def _trained(name: str, clip: float = 0.0, *, is_loaded: bool = True, **place: Any) -> tuple[Any, ...]:
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    model = Net()
+    model = _net(name)
     module = ElixirModule(model, make_plan(model, world_size=world_size, **place))
     optimizers = [ElixirOptimizer(module, inner, init_step=True) for inner in MAKE[name](model)]
     for step in range(STEPS):
@@ -140,16 +172,22 @@ def _trained(name: str, clip: float = 0.0, *, is_loaded: bool = True, **place: A
             optimizer.zero_grad()
         if step == 1 and is_loaded:  # states go out and in, and placements change
             for optimizer in optimizers:
-                state = module.engine.comm.exchange_objects(copy.deepcopy(optimizer.state_dict()))[0]
-                optimizer.load_state_dict(state)
+                state = module.engine.comm.exchange_objects(_as_a_file(optimizer.state_dict()))[0]
+                optimizer.load_state_dict(torch.load(io.BytesIO(state), weights_only=False))
             if place["placement_policy"] == "cpu" and world_size == 1:
                 plan = module.plan
-                module.replan(make_plan(Net(), world_size=world_size, placement_policy="cuda", chunk_size=4096))
+                module.replan(make_plan(_net(name), world_size=world_size, placement_policy="cuda", chunk_size=4096))
                 module.replan(plan)
     values, states = module.full_state_dict(), [optimizer.state_dict() for optimizer in optimizers]
     evictions = module.stats().evictions
     module.close()
     return values, states, evictions
+
+
+def _as_a_file(state: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
 
 
 def _unwrapped(state: dict[str, Any]) -> dict[str, Any]:
@@ -163,13 +201,20 @@ def _differing(
     got: tuple[Any, ...], model: nn.Module, optimizers: list[torch.optim.Optimizer], **close: float
 ) -> list[str]:
     def is_same(a: Any, b: Any) -> bool:
+        if hasattr(b, "tensor_attrs"):  # torchao's, whose bytes are in the tensors inside
+            is_alike = repr(a) == repr(b)
+            return is_alike and all(is_same(getattr(a, name), getattr(b, name)) for name in b.tensor_attrs)
         a, b = torch.as_tensor(a), torch.as_tensor(b)
+        if a.dtype != b.dtype:
+            return False
+        a, b = (value.view(torch.uint8) if value.dtype is torch.float8_e4m3fn else value for value in (a, b))
         return a.shape == b.shape and (torch.allclose(a, b, **close) if close else torch.equal(a, b))
 
     found = [name for name, value in model.state_dict().items() if not is_same(got[0][name], value)]
     for number, optimizer in enumerate(optimizers):
         for index, saved in optimizer.state_dict()["state"].items():
             mine, state = got[1][number]["state"].get(index, {}), _unwrapped(saved)
+            found += [f"{number} {index} {k}" for k in mine.keys() - state.keys()]
             found += [f"{number} {index} {k}" for k, v in state.items() if k not in mine or not is_same(mine[k], v)]
     return found
 
@@ -190,7 +235,8 @@ def test_clipping() -> None:
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [("adafactor", 2), full("adafactor", 3), full("muon", 2), ("muon", 3), full("AdamW8bit", 2)],
+    [("adafactor", 2), full("adafactor", 3), full("muon", 2), ("muon", 3), full("AdamW8bit", 2)]
+    + [full("AdamW8bit of torchao", 2), full("Adam4bit of torchao", 3), full("AdEMAMix8bit", 2)],
 )
 def test_ddps_numbers_on_several_ranks(name: str, world_size: int) -> None:
     got = run_ranks(_trained_on_rank, world_size, name)
@@ -234,31 +280,40 @@ def test_a_limit_that_changes_counts_each_parameters_states() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bits", "count", "small_count"),
+    ("package", "name", "bits", "count", "small_count"),
     [
-        *(("AdamW8bit", 8, (0, 3), (0, 8)), ("Lion8bit", 8, (0, 2), (0, 4)), ("AdamW", 8, (0, 3), (0, 8))),
-        *(("AdamW", 32, (0, 8), (0, 8)), ("Lion", 32, (0, 4), (0, 4))),
+        ("bitsandbytes", "AdamW8bit", None, 3, 8),
+        ("bitsandbytes", "Lion8bit", None, 2, 4),
+        ("bitsandbytes", "AdamW", 8, 3, 8),
+        ("bitsandbytes", "AdamW", 32, 8, 8),
+        ("bitsandbytes", "Lion", 32, 4, 4),
+        ("bitsandbytes", "AdEMAMix8bit", None, 4, 12),
+        ("bitsandbytes", "AdEMAMix", 32, 12, 12),
+        ("torchao", "AdamW8bit", None, 3, 8),
+        ("torchao", "Adam4bit", None, 2, 8),
+        ("torchao", "AdamFp8", None, 3, 8),
     ],
 )
-def test_states_of_bitsandbytes_are_counted_as_what_they_take(
-    name: str, bits: int, count: tuple[int, int], small_count: tuple[int, int]
+def test_states_of_few_bits_are_counted_as_what_they_take(
+    package: str, name: str, bits: int | None, count: int, small_count: int
 ) -> None:
-    more = {} if "8bit" in name else {"optim_bits": bits}
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="8-bit optimizers are those of bitsandbytes")
+    more = {} if bits is None else {"optim_bits": bits}
+    optimizers = pytest.importorskip(f"{package}.optim", reason="has these optimizers")
     model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
     module = ElixirModule(model, make_plan(model, placement_policy="cpu"))
-    optimizer = ElixirOptimizer(module, getattr(bitsandbytes.optim, name)(model.parameters(), lr=1e-3, **more))
-    assert optimizer.state_count == count
+    optimizer = ElixirOptimizer(module, getattr(optimizers, name)(model.parameters(), lr=1e-3, **more))
+    assert optimizer.state_count == (0, count)
     optimizer.backward(module(torch.randn(2, 256)).square().mean())
-    optimizer.step()
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
     held = module.stats().held_bytes["cpu_states"] / sum(p.numel() for p in model.parameters())
-    assert sum(count) - 1 < held <= sum(count)
-    regime = with_optimizer(TrainingRegime(), can_stream=False, num_states=0, byte_states=count[1])
-    assert regime.data_bytes["bfloat16"].states == count[1]
+    assert count - 1 < held <= count
+    regime = with_optimizer(TrainingRegime(), can_stream=False, num_states=0, byte_states=count)
+    assert regime.data_bytes["bfloat16"].states == count
     small = nn.Linear(32, 32)  # of fp32 then
     other = ElixirModule(small, make_plan(small, placement_policy="cpu"))
-    inner = getattr(bitsandbytes.optim, name)(small.parameters(), lr=1e-3, **more)
-    assert ElixirOptimizer(other, inner).state_count == small_count
+    inner = getattr(optimizers, name)(small.parameters(), lr=1e-3, **more)
+    assert ElixirOptimizer(other, inner).state_count == (0, small_count)
     module.close()
     other.close()
 
@@ -274,18 +329,41 @@ def test_on_nvme_is_refused() -> None:
 @pytest.mark.parametrize("name", telling([*optimizers.MAKE], "Muon and HybridAdam", "ScheduleFree"))
 def test_beside_plain_torch(name: str) -> None:
     """What tests/gpu does on a GPU. Modes of schedule-free optimizers round on their way there and back."""
-    difference = optimizers.largest_difference(name, "offloaded", torch.device("cpu"))
+    difference = _uncompiled(optimizers.largest_difference)(name, "offloaded", torch.device("cpu"))
     assert difference <= (1e-6 if "Hybrid" in name or name == "ScheduleFree" else 0.0)
 
 
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # the compiler's
+@torch._inductor.config.patch(compile_threads=1)  # others would stay
+def test_bits_of_compiled_updates() -> None:
+    """Two matrices of one shape, so that torchao compiles once, for plain PyTorch and for us."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False))
+    model = copy.deepcopy(plain)
+    (theirs,) = _torchao("AdamW8bit")(plain)
+    module = ElixirModule(model, make_plan(model, placement_policy="cpu", chunk_size=16384))
+    ours = ElixirOptimizer(module, _torchao("AdamW8bit")(model)[0])
+    for seed in range(3):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+        plain(x).square().mean().backward()
+        theirs.step()
+        theirs.zero_grad()
+        ours.backward(module(x).square().mean())
+        ours.step()
+        ours.zero_grad()
+    assert _differing((module.full_state_dict(), [ours.state_dict()]), plain, [theirs]) == []
+    module.close()
+
+
 @pytest.mark.parametrize("place", ["offloaded", "half"])
-@pytest.mark.parametrize("name", ["Muon and AdamW", "Adafactor", "AdamW8bit"])
+@pytest.mark.parametrize("name", ["Muon and AdamW", "Adafactor", "AdamW8bit", "AdEMAMix8bit", "AdamW8bit of torchao"])
 def test_states_on_the_host_go_through_slots(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     issued: list[HostUpdate] = []
     issue = WholeStream.issue
     monkeypatch.setattr(WholeSteps, "_is_streamed", lambda self, chunk: chunk.spec.optim_tier is Tier.CPU)
     monkeypatch.setattr(WholeStream, "issue", lambda self, update: issued.append(update) or issue(self, update))
-    assert optimizers.largest_difference(name, place, torch.device("cpu")) == 0.0
+    assert _uncompiled(optimizers.largest_difference)(name, place, torch.device("cpu")) == 0.0
     assert len(issued) >= 4
     assert issued[-1].slot_bytes > issued[-1].value.nbytes + issued[-1].grad.nbytes  # states came, too
 
@@ -359,6 +437,8 @@ def test_small_parameters_share_a_slot() -> None:
 def test_the_largest_parameters_get_fewer_slots() -> None:
     million = 10**6
     assert [num_slots(n * million) for n in (0, 1, 67, 100, 101, 134, 135, 1000)] == [4, 4, 4, 4, 3, 3, 3, 3]
+    of_bytes = [(67, 10), (67, 16), (67, 20), (135, 16), (135, 20)]
+    assert [num_slots(n * million, each * n * million + 4096) for n, each in of_bytes] == [4, 4, 3, 3, 2]
 
 
 def test_chunks_of_both_sides_take_turns() -> None:
