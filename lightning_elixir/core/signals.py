@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 # The functions below those of `signal`, which make an enum of every handler, by way of an exception.
 _raw: Any = getattr(signal, "_signal", signal)
+_this_thread = threading.get_ident
 
 INTERRUPTIONS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 """What asks a training to stop, or to save itself: Ctrl-C, and what cluster managers send."""
@@ -113,7 +114,7 @@ class _Deferred:
 
     def __enter__(self) -> None:
         note = _Note.active
-        if note is not None and threading.get_ident() == note.thread:
+        if note is not None and _this_thread() == note.thread:
             note.depth += 1  # no call comes after this, and so no handler before the block
         elif note is None and _is_main_thread():
             _Note().install()
@@ -122,7 +123,7 @@ class _Deferred:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         note = _Note.active
-        if note is None or threading.get_ident() != note.thread:
+        if note is None or _this_thread() != note.thread:
             return
         if note.depth > 1:
             note.depth -= 1

@@ -190,9 +190,13 @@ class RCache:
                     return False
                 has_others = True
         if policy is not None:
-            if ids != policy.access(position) or (self.prefetch_depth and self._may_prefetch(position + 1)):
+            accesses = policy.accesses
+            if position >= len(accesses) or ids != accesses[position]:
                 return False
-            self._position = position + 1
+            position += 1
+            if self.prefetch_depth and self._may_prefetch(position):
+                return False
+            self._position = position
             self._suspected = None
         if has_others:
             ids = tuple([i for i in ids if i in resident])

@@ -198,20 +198,22 @@ class Backwards:
         when they have been brought. Most are unpacked in a backward, which has the engine."""
         turn = self._engine.turn
         with deferred() if turn.is_mine() else turn.call("what autograd has saved was read"):
-            if self._phases.current is Phase.CLOSED:
+            if not self._phases.is_computing and self._phases.current is Phase.CLOSED:
                 raise StateError("backward needs parameters of an engine that was closed")
             self._engine.acquire((chunk.id,), pin=False)
             return make(packed)
 
-    def collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
+    def collect_grad(self, chunk_id: int, index: int) -> None:
         """Autograd has put a gradient down at a parameter."""
         with deferred():
-            phase = self._phases.current
-            if phase is Phase.IDLE:  # a graph that does not pass through a watched output
-                self.note_outermost(parameter)
-            elif phase is Phase.FORWARD:
-                self._note_inner()
             engine = self._engine
+            chunk = engine.chunks[chunk_id]
+            parameter = chunk.parameters[index]
+            if not self._phases.is_backward:
+                if self._phases.current is Phase.IDLE:  # a graph that does not pass through a watched output
+                    self.note_outermost(parameter)
+                elif self._phases.current is Phase.FORWARD:
+                    self._note_inner()
             try:
                 if engine.iterations.sampler.is_on:
                     self._collect_timed(chunk, index, parameter)

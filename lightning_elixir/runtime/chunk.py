@@ -94,7 +94,7 @@ class Chunk:
         # away from here without a word.
         self._references: list[weakref.ref[nn.Parameter]] = []
         self._stand_ins: list[Tensor] = []  # what takes their place while the chunk is released
-        self._is_bound = False  # whether the parameters are the views
+        self.is_bound = False  # whether the parameters are the views
         self._unaliased_count = 0  # of the storage, beside the parameters
         self._replaced: set[int] = set()  # members that the user has given other memory while they were bound
         # Torch makes tensors over a storage that is large enough only; they keep their sizes when it is emptied.
@@ -130,8 +130,8 @@ class Chunk:
             self.watch_reads(bring)
         else:
             set_data(self.parameters, self._views)
-            self._is_bound = True
-        self._unaliased_count = storage_use_count(self._storage) - (len(self.parameters) if self._is_bound else 0)
+            self.is_bound = True
+        self._unaliased_count = storage_use_count(self._storage) - (len(self.parameters) if self.is_bound else 0)
 
     def hide(self, index: int, parameter: nn.Parameter, bring: Callable[[Chunk], AbstractContextManager[None]]) -> None:
         """Have a parameter that is to be bound as member `index`, and has no values yet, come to `bring` when it is
@@ -149,17 +149,17 @@ class Chunk:
         """
         self._stand_ins = [self._stand_in(index, bring) for index in range(len(self._views))]
         if self.state is ChunkState.RELEASED:
-            if self._is_bound:
+            if self.is_bound:
                 self._note_replaced()
             set_data(self.parameters, self._stand_ins)
-            self._is_bound = False
+            self.is_bound = False
 
     def is_aliased(self) -> bool:
         """Whether anything but the bound parameters and the engine shares the storage: views, saved tensors, users.
 
         A storage that was once seen by numpy, or shared with other processes, counts for good: see `_can_go`.
         """
-        own = self._unaliased_count + (len(self.parameters) if self._is_bound else 0)
+        own = self._unaliased_count + (len(self.parameters) if self.is_bound else 0)
         return storage_use_count(self._storage) > own or not self._can_go
 
     @property
@@ -171,7 +171,7 @@ class Chunk:
     def take_replaced(self) -> list[int]:
         """Members that were given other memory since this was last asked (`p.data = x` and `module.half()`, where
         parameters are not intercepted), by index. They are views of the chunk again."""
-        if self._is_bound and self._note_replaced():
+        if self.is_bound and self._note_replaced():
             set_data(self.parameters, self._views)
         taken = sorted(self._replaced)
         self._replaced.clear()
@@ -219,9 +219,9 @@ class Chunk:
         """Make the compute stream wait until the values are there; the parameters can be read then, not before."""
         if self.ready is not None:
             self._wait()
-        if not self._is_bound and self.state is ChunkState.RESIDENT:
+        if not self.is_bound and self.state is ChunkState.RESIDENT:
             set_data(self.parameters, self._views)
-            self._is_bound = True
+            self.is_bound = True
 
     def _wait(self) -> None:
         if self.ready is not None:
@@ -269,10 +269,10 @@ class Chunk:
         self.state = state
 
     def _unbind(self) -> None:
-        if self._is_bound and self._stand_ins:
+        if self.is_bound and self._stand_ins:
             self._note_replaced()
             set_data(self.parameters, self._stand_ins)
-            self._is_bound = False
+            self.is_bound = False
 
 
 def _place(member: Member, stride: tuple[int, ...] | None) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -54,6 +54,8 @@ from lightning_elixir.runtime.whole import own_values, whole_values
 from lightning_elixir.storage.nvme import DiskOptions, StateFile, StateTraffic
 from lightning_elixir.storage.shards import ShardStore
 
+_num_modes = torch._C._len_torch_dispatch_stack
+
 
 class Engine:
     """Keeps a module's parameters in chunks and brings them to the compute device when they are needed.
@@ -204,41 +206,40 @@ class Engine:
 
     # Access
 
-    def acquire(self, ids: Sequence[int], *, pin: bool) -> None:
-        """Make chunks resident and their parameters plain; with `pin`, until `drop`."""
-        active = self.active
-        has_modes = bool(torch._C._len_torch_dispatch_stack())
+    def acquire(self, ids: tuple[int, ...], *, pin: bool) -> None:
+        """Make chunks resident and their parameters plain; with `pin`, until `drop`.
+
+        Args:
+            ids: Each once.
+        """
+        # Called for every module and every saved parameter, nearly always to find that all is as it shall be.
+        active, is_computing, is_there = self.active, self.phases.is_computing, False
         if active.cost:
             check_untransformed()
-            if has_modes:
+        if _num_modes():
+            if active.cost:
                 serve_under_modes()
-        try:
-            if not has_modes:  # as nearly always, and this is called for every module and every saved parameter
-                self._acquire(active, ids, pin)
-                return
             with beside_dispatch_modes():
-                self._acquire(active, ids, pin)
-        except StorageError as error:
-            self.tell_of(error)
-            raise
-
-    def _acquire(self, active: ActivePlan, ids: Sequence[int], pin: bool) -> None:
-        is_computing = self.phases.is_computing
-        if active.cost:
-            if is_computing:
-                self.iterations.acquire(ids, pin)
-            else:
-                active.residency.acquire_outside(ids, pin)
+                self.acquire(ids, pin=pin)
+            return
         try:
-            is_plain = is_computing and not self.backwards.is_guarded
+            if active.cost:
+                if not is_computing:
+                    active.residency.acquire_outside(ids, pin)
+                elif self.iterations.is_watching or not active.rcache.serve(ids, pin=pin):
+                    self.iterations.acquire(ids, pin)
+            is_there = True
             for chunk_id in ids:
                 chunk = self.chunks[chunk_id]
-                chunk.wait_ready()
-                if is_plain:
+                if chunk.ready is not None or not chunk.is_bound:
+                    chunk.wait_ready()
+                if is_computing and chunk_id not in self.interception.plain_chunks and not self.backwards.is_guarded:
                     self.interception.make_plain(chunk)
-        except BaseException:
-            if pin and active.cost:
+        except BaseException as error:
+            if is_there and pin and active.cost:
                 active.rcache.drop(ids)
+            if isinstance(error, StorageError):
+                self.tell_of(error)
             raise
 
     def drop(self, ids: Sequence[int]) -> None:

@@ -33,7 +33,7 @@ class ForwardEvents(Protocol):
 class BackwardEvents(Protocol):
     """Gets the gradients."""
 
-    def collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None: ...
+    def collect_grad(self, chunk_id: int, index: int) -> None: ...
 
 
 class StateDictEvents(Protocol):
@@ -71,6 +71,7 @@ def _nothing(*args: Any) -> None:
 
 
 _STRIDED = torch.strided
+_new = tuple.__new__  # of named tuples, whose own takes three times as long
 _PLAIN = frozenset((Tensor, nn.Parameter))  # nothing intercepts what is done with them
 _CALL = "_compiled_call_impl"  # what a module is called by, where that is not None
 
@@ -220,12 +221,12 @@ class Hooks:
 
 def _grad_hook(backwards: BackwardEvents, chunk: Chunk, index: int) -> Callable[[Tensor], None]:
     # Weak: torch keeps such a hook where the garbage collector cannot look, and a cycle through it would stay for ever.
-    backwards_ref, chunk_ref = weakref.ref(backwards), weakref.ref(chunk)
+    reference, chunk_id = weakref.ref(backwards), chunk.id
 
     def collect(parameter: Tensor) -> None:
-        owner, home = backwards_ref(), chunk_ref()
-        if owner is not None and home is not None:
-            owner.collect_grad(home, index, home.parameters[index])
+        owner = reference()
+        if owner is not None:
+            owner.collect_grad(chunk_id, index)
 
     return collect
 
@@ -311,22 +312,25 @@ class SavedTensors:
 
     def packed(self, tensor: Tensor) -> PackedTensor | PackedShell | None:
         """The handle of a tensor in managed storage, or of a shell around one; None for any other."""
-        if is_shell(tensor):
+        if type(tensor) not in _PLAIN and is_shell(tensor):
             shell = PackedShell.of(tensor.detach(), self.packed)
             return None if any(part is None for part in shell.parts.values()) else shell
-        if tensor.layout is not _STRIDED:
-            return None
         try:
             chunk = self._chunks.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):  # tensors without storage, such as functorch's wrappers
+        except (NotImplementedError, RuntimeError):  # tensors without storage: sparse ones, functorch's wrappers
             return None
-        if chunk is None or tensor.is_conj() or tensor.is_neg():
+        return None if chunk is None else self._packed_in(chunk, tensor)
+
+    @staticmethod
+    def _packed_in(chunk: Chunk, tensor: Tensor) -> PackedTensor | None:
+        """As `packed`, of a tensor over a chunk's storage."""
+        if tensor.layout is not _STRIDED or tensor.is_conj() or tensor.is_neg():
             return None
         offset, dtype = int(tensor.storage_offset()), tensor.dtype
         at = offset if dtype is chunk.dtype else offset * dtype.itemsize // chunk.dtype.itemsize
         index = chunk.member_at(at)
         version = _version_of(chunk.parameters[index])
-        return PackedTensor(chunk, tensor.size(), tensor.stride(), offset, dtype, index, version)
+        return _new(PackedTensor, (chunk, tensor.size(), tensor.stride(), offset, dtype, index, version))
 
     def unpacked(self, packed: PackedTensor | PackedShell) -> Tensor:
         if isinstance(packed, PackedShell):
@@ -334,8 +338,14 @@ class SavedTensors:
         return self._need(packed.chunk, _made, packed)
 
     def _pack(self, tensor: Tensor) -> Any:
-        if type(tensor) in _PLAIN:
-            packed = self.packed(tensor)
+        packed: Any = None
+        if type(tensor) in _PLAIN:  # as nearly always; what `packed` does, in one call
+            try:
+                chunk = self._chunks.get(tensor.untyped_storage()._cdata)
+            except (NotImplementedError, RuntimeError):
+                chunk = None
+            if chunk is not None:
+                packed = self._packed_in(chunk, tensor)
             return self.kept(tensor) if packed is None else packed
         with torch._C.DisableTorchFunctionSubclass():
             packed = self.packed(tensor)
@@ -346,24 +356,26 @@ class SavedTensors:
         """A tensor in other storage, as it is; to be called without torch functions."""
         if tensor.is_inference():
             return tensor  # nothing can write to it
-        # An output that is kept as it is keeps the node that keeps it: a graph without a backward would never go.
         node = tensor.grad_fn
         if node is None:
-            return _Kept(tensor, tensor._version, None)
-        return _Kept(tensor.detach(), tensor._version, node.name())
+            return _new(_Kept, (tensor, tensor._version, None))
+        # An output that is kept as it is keeps the node that keeps it: a graph without a backward would never go.
+        return _new(_Kept, (tensor.detach(), tensor._version, node.name()))
 
     def unpack(self, packed: Any) -> Tensor:
         """What was packed here, or by `packed` and `kept`."""
-        if isinstance(packed, PackedTensor):
-            return self._need(packed.chunk, _made, packed)
-        if isinstance(packed, PackedShell):
-            return self.unpacked(packed)
-        if not isinstance(packed, _Kept):
-            tensor: Tensor = packed
+        kind = type(packed)
+        if kind is _Kept:
+            tensor: Tensor = packed.tensor
+            if (tensor._version if type(tensor) in _PLAIN else _version_of(tensor)) != packed.version:
+                raise RuntimeError(_overwritten(packed))
             return tensor
-        if _version_of(packed.tensor) != packed.version:
-            raise RuntimeError(_overwritten(packed))
-        return packed.tensor
+        if kind is PackedTensor:
+            return self._need(packed.chunk, _made, packed)
+        if kind is PackedShell:
+            return self.unpacked(packed)
+        tensor = packed
+        return tensor
 
 
 class PackedTensor(NamedTuple):

@@ -65,7 +65,8 @@ class Interception:
     def __init__(self, engine: Engine, chunks: Sequence[Chunk]) -> None:
         self._engine = engine
         self._chunks = chunks
-        self._plain_chunks: set[int] = set()
+        self.plain_chunks: set[int] = set()
+        """Chunks (by id) whose parameters are not intercepted now."""
         self._state_dict = _StateDict()
         self._versions: list[int] = []  # of parameters, when the forward began
         self.lost_writes = LostWrites(engine)
@@ -86,7 +87,7 @@ class Interception:
                     made[base] = released.make_intercepting_class(base, self)
                 rows.append((parameter, base, made[base]))
             self._classes.append(rows)
-            self._plain_chunks.add(chunk.id)
+            self.plain_chunks.add(chunk.id)
             chunk.watch_reads(self._bring)
         self.guard_all()
 
@@ -95,7 +96,7 @@ class Interception:
     def make_plain(self, chunk: Chunk) -> None:
         """Stop intercepting a chunk that is in use. Not where the chunk may go and threads other than the one that
         trains use parameters: they would not be intercepted either."""
-        if chunk.id not in self._plain_chunks and not self._is_read_elsewhere(chunk):
+        if chunk.id not in self.plain_chunks and not self._is_read_elsewhere(chunk):
             self._make_plain(chunk.id)
 
     def make_plain_for_compiled(self, ids: Sequence[int]) -> None:
@@ -105,15 +106,15 @@ class Interception:
             self._make_plain(chunk_id)
 
     def _make_plain(self, chunk_id: int) -> None:
-        if chunk_id not in self._plain_chunks:
-            self._plain_chunks.add(chunk_id)
+        if chunk_id not in self.plain_chunks:
+            self.plain_chunks.add(chunk_id)
             for parameter, plain, _ in self._classes[chunk_id]:
                 parameter.__class__ = plain
 
     def guard(self, chunk: Chunk) -> None:
         """From here on, touching the chunk's parameters is intercepted."""
-        if chunk.id in self._plain_chunks:
-            self._plain_chunks.discard(chunk.id)
+        if chunk.id in self.plain_chunks:
+            self.plain_chunks.discard(chunk.id)
             for parameter, _, intercepting in self._classes[chunk.id]:
                 parameter.__class__ = intercepting
             if self._is_read_elsewhere(chunk):
@@ -130,7 +131,7 @@ class Interception:
             self.guard(self._chunks[chunk_id])
 
     def guard_all(self) -> None:
-        for chunk_id in list(self._plain_chunks):
+        for chunk_id in list(self.plain_chunks):
             self.guard(self._chunks[chunk_id])
 
     def have_gradient_hooks(self) -> bool:
@@ -309,7 +310,7 @@ class Interception:
 
     def _as_plain(self, ids: Sequence[int]) -> AbstractContextManager[None]:
         """Inside, this thread is not intercepted at the parameters of these chunks, which are in use."""
-        if self._plain_chunks.issuperset(ids):
+        if self.plain_chunks.issuperset(ids):
             return nullcontext()
         return torch._C.DisableTorchFunctionSubclass()
 

@@ -41,7 +41,8 @@ class Iterations:
         """Whether the open iteration has come to a backward."""
         self._fixed_bytes = 0  # what chunks, shards and states take that neither forward nor backward changes
         self._grad_bytes_before = 0  # on the device when the open iteration began
-        self._is_watching = False  # something is to be done at accesses beside bringing the chunks
+        self.is_watching = False
+        """Whether something is to be done at accesses beside bringing the chunks."""
 
     def adopt(self, active: ActivePlan, grad_itemsize: int | None) -> None:
         """Go on with a new plan; no iteration is open.
@@ -145,9 +146,10 @@ class Iterations:
 
     # Accesses
 
-    def acquire(self, ids: Sequence[int], pin: bool) -> None:
-        """Bring chunks that forward or backward needs."""
-        if not self._is_watching:
+    def acquire(self, ids: tuple[int, ...], pin: bool) -> None:
+        """Bring chunks that forward or backward needs, each once; where `is_watching` is not, and `RCache.serve` has
+        told that there is nothing to bring, this need not be called."""
+        if not self.is_watching:
             self._residency.acquire(ids, pin, None, True)
             return
         looks = self.growth.looks
@@ -164,11 +166,13 @@ class Iterations:
             chunk.wait_ready()
         self.sampler.after_access(has_waited=has_waited)
 
-    def _acquire(self, ids: Sequence[int], pin: bool) -> bool:
+    def _acquire(self, ids: tuple[int, ...], pin: bool) -> bool:
         held = None
         if self.traces.is_recording:
             held = self._residency.held()
-            self.traces.record(Acquire(tuple(ids), pin, tuple(held)))
+            self.traces.record(Acquire(ids, pin, tuple(held)))
+        elif self._rcache.serve(ids, pin=pin):
+            return False
         return self._residency.acquire(ids, pin, held, True)
 
     # Memory
@@ -211,4 +215,4 @@ class Iterations:
         return self._fixed_bytes + replicas + self._reducer.block_bytes_held() + self._store.grad_bytes_on_device()
 
     def _update(self) -> None:
-        self._is_watching = self.traces.is_recording or self.sampler.is_on or bool(self.growth.looks)
+        self.is_watching = self.traces.is_recording or self.sampler.is_on or bool(self.growth.looks)

@@ -40,12 +40,11 @@ class Phases:
         self._num_interruptions = 0  # when the forward or backward began
         self._why_closed = "this ElixirModule was closed: its parameters have no values any more"
         self.current = Phase.IDLE
-
-    @property
-    def is_computing(self) -> bool:
+        # By themselves, since an enum's members take long to look up.
+        self.is_computing = False
         """Whether a forward or a backward runs."""
-        current = self.current
-        return current is Phase.FORWARD or current is Phase.BACKWARD
+        self.is_backward = False
+        """Whether a backward runs."""
 
     @property
     def is_interrupted(self) -> bool:
@@ -63,14 +62,14 @@ class Phases:
             self._held = held
         self._num_interruptions = num_interruptions()
         self._is_armed = self._is_armed or arm()
-        self.current = phase
+        self._go_to(phase)
 
     def leave(self) -> None:
         """The forward or backward is over, if there is one."""
         if self._is_armed and disarm():
             self._is_armed = False
         if self.current is not Phase.CLOSED:  # nothing opens an engine again that has failed
-            self.current = Phase.IDLE
+            self._go_to(Phase.IDLE)
         held, self._held = self._held, None
         if held is not None:
             held.drop()
@@ -81,8 +80,13 @@ class Phases:
         Args:
             why: What `check_open` says from here on; None: as before.
         """
-        self.current = Phase.CLOSED
+        self._go_to(Phase.CLOSED)
         self._why_closed = why or self._why_closed
+
+    def _go_to(self, phase: Phase) -> None:
+        self.current = phase
+        self.is_backward = phase is Phase.BACKWARD
+        self.is_computing = self.is_backward or phase is Phase.FORWARD
 
     def check_open(self) -> None:
         """Raises `StateError` when it is closed."""

@@ -175,8 +175,11 @@ class Reducer:
         Raises:
             StateError: The gradient is to be differentiated again, which what is in chunks cannot be.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # this is not the user touching `.grad`
+        if type(parameter) is nn.Parameter:  # as mostly, where its chunk is in use
             grad, parameter.grad = parameter.grad, None
+        else:
+            with torch._C.DisableTorchFunctionSubclass():  # this is not the user touching `.grad`
+                grad, parameter.grad = parameter.grad, None
         chunk_id = chunk.id
         if grad is None or chunk_id in self._begun_before:
             return False
@@ -190,18 +193,22 @@ class Reducer:
         if collected is None:
             collected = self._collected[chunk_id] = _Collected(self._new_block(chunk))
         target = chunk.view_of(collected.block, index)
-        if index in collected.arrived:
+        arrived = collected.arrived
+        if index in arrived:
             target.add_(grad)
         else:
             target.copy_(grad)
-            if grad.numel():
-                collected.arrived.add(index)
+            arrived.add(index)
         key = (chunk_id, index)
         if key not in self.used:
             self.used.add(key)
             self._used_now.add(key)
         count = self._arrivals[chunk_id] = self._arrivals.get(chunk_id, 0) + 1
-        if chunk_id in self._reduced_now or not self._is_complete(chunk_id, count, collected):
+        if chunk_id in self._reduced_now:
+            return False
+        expected = self._expected.get(chunk_id)
+        # Where nothing is known yet: once all its parameters have one.
+        if count < expected if expected is not None else not arrived >= self._trainable[chunk_id]:
             return False
         is_first = chunk_id not in self._finished
         self._finished[chunk_id] = None
@@ -485,12 +492,6 @@ class Reducer:
         self._finished = {}
         self._num_ready = 0
         self._used_now = set()
-
-    def _is_complete(self, chunk_id: int, count: int, collected: _Collected) -> bool:
-        expected = self._expected.get(chunk_id)
-        if expected is None:  # nothing known yet: once all its parameters have one
-            return collected.arrived >= self._trainable[chunk_id]
-        return count >= expected
 
     def _advance(self, chunk_id: int) -> None:
         """A chunk is complete. One rank reduces it at once; several agree on what is complete everywhere, in order."""

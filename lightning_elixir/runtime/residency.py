@@ -92,10 +92,6 @@ class Residency:
         Raises:
             CapacityError: There is no device memory for them.
         """
-        if is_traced and held is None:
-            each = tuple(ids) if len(ids) == 1 else tuple(dict.fromkeys(ids))
-            if self._rcache.serve(each, pin=pin):
-                return False
         return self._acquire(ids, pin, held, is_traced, is_meeting=False)
 
     def acquire_outside(self, ids: Sequence[int], pin: bool) -> None:

@@ -53,7 +53,7 @@ class UserWrites:
 
     def pin_for_pointer(self, ids: Iterable[int]) -> None:
         """Keep chunks whose raw address was handed out, until the end of the region or the next synchronisation."""
-        pinned = [i for i in ids if i in self._engine.active.cost]
+        pinned = tuple([i for i in ids if i in self._engine.active.cost])
         self._engine.acquire(pinned, pin=True)
         self._raw_pins.extend(pinned)
 
@@ -66,7 +66,7 @@ class UserWrites:
         self._raw_pins.clear()
 
     @contextmanager
-    def resident(self, ids: Sequence[int], *, modify: bool) -> Iterator[None]:
+    def resident(self, ids: tuple[int, ...], *, modify: bool) -> Iterator[None]:
         """Keep chunks resident and their parameters plain inside; in a meeting between steps.
 
         Args:
