@@ -121,7 +121,7 @@ def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 def _compiled_forward_of(module: nn.Module) -> Any:
     """None where it is not compiled: Lightning puts another one in the place of its module's in every step."""
-    forward = _forward_of(module)
+    forward = module.__dict__["forward"] if "forward" in module.__dict__ else type(module).forward
     return forward if hasattr(forward, _ORIGINAL) and hasattr(forward, _CONFIG) else None
 
 
@@ -247,9 +247,12 @@ class CompiledState:
 
     def is_current(self) -> bool:
         """Whether nothing was compiled since, nor another module put in."""
-        return all(
-            vars(module).get(_CALL) is call
-            and _compiled_forward_of(module) is forward
-            and tuple(module._modules.values()) == children
-            for module, call, forward, children in self._seen
-        )
+        for module, call, forward, children in self._seen:
+            held = module.__dict__
+            if held.get(_CALL) is not call:
+                return False
+            if _compiled_forward_of(module) is not forward:
+                return False
+            if (children or module._modules) and tuple(module._modules.values()) != children:
+                return False
+        return True

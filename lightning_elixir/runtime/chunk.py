@@ -79,9 +79,9 @@ class Chunk:
         self.flat = torch.empty(0, dtype=dtype, device=device.torch_device)  # 1D, compute dtype, [spec.numel]
         self.parameters: list[nn.Parameter] = []  # bound, in the order of spec.members
         self.strides = [kept_stride(tuple(p.shape), tuple(p.stride())) for p in like]  # None: contiguous
-        # Shape, strides and offset of each member, and the offsets by themselves: looked at for every gradient and
-        # every saved tensor.
-        self._places = [_place(m, stride) for m, stride in zip(spec.members, self.strides, strict=True)]
+        # Both looked at for every gradient and every saved tensor.
+        self.places = [_place(m, stride) for m, stride in zip(spec.members, self.strides, strict=True)]
+        """Shape, strides and offset of each member."""
         self._offsets = [m.offset for m in spec.members]
         self.original_dtypes = [p.dtype for p in like]
         self.state = ChunkState.RELEASED
@@ -180,19 +180,17 @@ class Chunk:
     def _note_replaced(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
             start, itemsize = self.flat.data_ptr(), self.dtype.itemsize
-            found = [
-                index
-                for index, (parameter, offset) in enumerate(zip(self.parameters, self._offsets, strict=True))
-                if parameter.data_ptr() != start + offset * itemsize
-            ]
-            if found:  # what has no elements has no address
-                found = [i for i in found if self.parameters[i].data_ptr() != self._views[i].data_ptr()]
+            found: list[int] = []
+            if [*map(Tensor.data_ptr, self.parameters)] != [start + offset * itemsize for offset in self._offsets]:
+                # Not by the list: what has no elements has no address.
+                pairs = zip(self.parameters, self._views, strict=True)
+                found = [index for index, (p, view) in enumerate(pairs) if p.data_ptr() != view.data_ptr()]
         self._replaced.update(found)
         return bool(found)
 
     def member_at(self, offset: int) -> int:
         """The index of the member that holds an element of the flat tensor."""
-        return max(0, bisect.bisect_right(self._offsets, offset) - 1)
+        return (bisect.bisect_right(self._offsets, offset) or 1) - 1
 
     def note_written(self, indices: Iterable[int]) -> None:
         """Members have new values: as an in-place write does, this makes backward refuse what was saved before."""
@@ -206,7 +204,7 @@ class Chunk:
 
     def view_of(self, flat: Tensor, index: int) -> Tensor:
         """Member `index` in a flat tensor of this chunk's layout, in the parameter's shape and memory order."""
-        shape, stride, offset = self._places[index]
+        shape, stride, offset = self.places[index]
         return flat.as_strided(shape, stride, flat.storage_offset() + offset)
 
     def allocate(self) -> None:

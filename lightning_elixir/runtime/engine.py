@@ -45,7 +45,7 @@ from lightning_elixir.runtime.replan import check_layout, move_chunks
 from lightning_elixir.runtime.sampling import StepSeconds
 from lightning_elixir.runtime.stats import Stats, take_stats
 from lightning_elixir.runtime.steps import Steps
-from lightning_elixir.runtime.transforms import check_untransformed
+from lightning_elixir.runtime.transforms import check_untransformed, interpreters, num_modes, tracer
 from lightning_elixir.runtime.transport import TransferBytes
 from lightning_elixir.runtime.turns import Turn
 from lightning_elixir.runtime.unreadable import serve_under_modes
@@ -53,8 +53,6 @@ from lightning_elixir.runtime.user_writes import UserWrites
 from lightning_elixir.runtime.whole import own_values, whole_values
 from lightning_elixir.storage.nvme import DiskOptions, StateFile, StateTraffic
 from lightning_elixir.storage.shards import ShardStore
-
-_num_modes = torch._C._len_torch_dispatch_stack
 
 
 class Engine:
@@ -214,9 +212,10 @@ class Engine:
         """
         # Called for every module and every saved parameter, nearly always to find that all is as it shall be.
         active, is_computing, is_there = self.active, self.phases.is_computing, False
-        if active.cost:
+        has_modes = num_modes()
+        if active.cost and (has_modes or interpreters() is not None or tracer() is not None):
             check_untransformed()
-        if _num_modes():
+        if has_modes:
             if active.cost:
                 serve_under_modes()
             with beside_dispatch_modes():

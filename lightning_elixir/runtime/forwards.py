@@ -6,10 +6,13 @@ the hook of the outermost module. Inside, every module's hook has the chunks bro
 A module all of whose parameters, with those below it, lie in one chunk brings that chunk for the whole of its forward,
 and what is below it is *covered*: met there, nothing is left to be done. One whose parameters lie in a few chunks, such
 as a layer that the border between two chunks cuts, covers what is below it as well: it holds the chunk that was needed
-last, and takes another in its place where a module below it needs that. Once the trace is known, modules that were only
-ever met covered keep one light hook, which looks whether that is still so (it is not when such a module is called by
-itself, or under the user's own hooks for saved tensors) and takes the module back among the others if not. A hook costs
-some microseconds a call, an access some tens, and a GPT of 24 layers has 200 modules with parameters.
+last, and takes another in its place where a module below it needs that. Once the trace is known, of modules that were
+only ever met covered the begin alone is told of, to look whether that is still so (it is not when such a module is
+called by itself, or under the user's own hooks for saved tensors), and to take the module back among the others if not.
+What tells of it stands in the place of the module's call: with any hook, torch takes a long way around the forward.
+(Code that the compiler makes goes past such a call, so where the module above may have to take another chunk, it is a
+hook.) A hook costs some microseconds a call, an access some tens, and a GPT of 24 layers has 200 modules with
+parameters.
 
 [Note: compiled regions] Where a module is compiled (`core/compiled_modules.py`), it is one access: all that it and the
 modules below it need comes before the compiled code begins, and stays until it ends, so that the code finds plain
@@ -121,6 +124,7 @@ class Forwards:
         self._looked_through = modules_to_look_through(engine.module, home)
         self._context_tensors = ContextTensors(saved)
         self._accesses: dict[int, _Access] = {}
+        self._turning: set[int] = set()  # modules (by id) at whose begin the one above may take another chunk in hand
         self._watched: list[nn.Module] = []  # that tell of their forwards
         self._state = CompiledState(engine.module)
         self._compiled: frozenset[int] = frozenset()  # modules (by id) whose call begins compiled code
@@ -458,6 +462,7 @@ class Forwards:
             check_addresses(root, regions)
         self._compiled = frozenset(id(region.entrance) for region in regions)
         self._accesses = _accesses_by_module(root, self._home, regions, self._looked_through)
+        self._turning = {key for access in self._accesses.values() if access.is_changing for key in access.covered}
         inside = {id(m) for region in regions for m in region.inside} - self._compiled
         self._watched = [m for m in root.modules() if id(m) not in inside and any(True for _ in m.parameters())]
         self._light = []
@@ -469,14 +474,14 @@ class Forwards:
         self._watched += [m for m in self._light if id(m) in self._entered_ids]  # they have turned out otherwise
         self._light = [m for m in self._light if id(m) not in self._entered_ids]
         if self._engine.active.is_watching:
-            self._hooks.watch_forwards(self._watched, self._light)
+            self._hooks.watch_forwards(self._watched, self._light, [m for m in self._light if id(m) in self._turning])
         else:
             self._hooks.watch_forwards(self._entrances())
         self._state = CompiledState(self._engine.module)  # with what stands around it
 
     def leave_covered(self) -> None:
-        """Once the order of accesses is known, modules that were only met below others, which bring all that they need,
-        keep but one hook: every other costs some microseconds a call."""
+        """Once the order of accesses is known, of modules that were only met below others, which bring all that they
+        need, the begin alone is told of: a hook costs some microseconds a call."""
         covered = self._covered_ids - self._entered_ids - self._compiled
         if covered and self._engine.active.is_watching and "train" in self._engine.traces:
             self._covered_ids.clear()

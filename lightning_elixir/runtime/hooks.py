@@ -25,7 +25,7 @@ class ForwardEvents(Protocol):
 
     def enter_module(self, module: nn.Module, inputs: Any) -> None: ...
 
-    def enter_covered(self, module: nn.Module, inputs: Any) -> None: ...
+    def enter_covered(self, module: nn.Module, inputs: Any = None) -> None: ...
 
     def exit_module(self, module: nn.Module, inputs: Any, output: Any) -> None: ...
 
@@ -81,8 +81,8 @@ Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 class _OwnCall:
     """In the place of a module's call: reports the forward around what `module.compile()` has made, which runs the
-    module's hooks in compiled code; and has an `Around` decide how the whole call runs, hooks included. Copies of the
-    module have no such calls."""
+    module's hooks in compiled code; has an `Around` decide how the whole call runs, hooks included; and reports the
+    begin of a covered forward, for which it takes a third of a hook's time. Copies of the module have no such calls."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -90,14 +90,21 @@ class _OwnCall:
         """What the compiler has made; None if the module is not compiled."""
         self.forwards: ForwardEvents | None = None
         self.around: Around | None = None
+        self.before: Callable[[nn.Module], None] | None = None
+        """Called with the module, inside of `around`."""
         vars(module)[_CALL] = self  # not by its name: what `torch.compile(module)` gives would pass that on
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.around is None:
+        if self.around is not None:
+            return self.around(self._run, args, kwargs)
+        if self.before is None:
             return self._run(*args, **kwargs)
-        return self.around(self._run, args, kwargs)
+        self.before(self._module)
+        return self._module._call_impl(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.before is not None:
+            self.before(self._module)
         call = self._module._call_impl if self.compiled is None else self.compiled
         if self.forwards is None:
             return call(*args, **kwargs)
@@ -174,12 +181,17 @@ class Hooks:
         """Have these decide how calls of their modules run, and no others; from the next `watch_forwards` on."""
         self._around = list(around)
 
-    def watch_forwards(self, modules: Collection[nn.Module], covered: Collection[nn.Module] = ()) -> None:
+    def watch_forwards(
+        self, modules: Collection[nn.Module], covered: Collection[nn.Module] = (), turning: Collection[nn.Module] = ()
+    ) -> None:
         """Report the forwards of these modules, and of no others, from now on.
 
         Args:
             covered: Others, whose begin alone is reported, as `enter_covered`.
+            turning: Those of them whose begin is told of in compiled code as well, which runs hooks, but not what
+                stands in the place of a call.
         """
+        hooked = {id(m) for m in turning}
         for handle in self._forward_handles:
             handle.remove()
         for call in self._calls.values():
@@ -196,7 +208,10 @@ class Hooks:
             self._forward_handles.append(module.register_forward_pre_hook(pre, prepend=True))
             self.watch_exit(module)
         for module in covered:
-            self._forward_handles.append(module.register_forward_pre_hook(light, prepend=True))
+            if id(module) in hooked:
+                self._forward_handles.append(module.register_forward_pre_hook(light, prepend=True))
+            else:
+                self._call_of(module).before = self._forwards.enter_covered
         for module, around in self._around:
             self._call_of(module).around = around
 
@@ -324,12 +339,13 @@ class SavedTensors:
     @staticmethod
     def _packed_in(chunk: Chunk, tensor: Tensor) -> PackedTensor | None:
         """As `packed`, of a tensor over a chunk's storage."""
-        if tensor.layout is not _STRIDED or tensor.is_conj() or tensor.is_neg():
+        offset, dtype = tensor.storage_offset(), tensor.dtype
+        if tensor.layout is not _STRIDED or tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
             return None
-        offset, dtype = int(tensor.storage_offset()), tensor.dtype
         at = offset if dtype is chunk.dtype else offset * dtype.itemsize // chunk.dtype.itemsize
         index = chunk.member_at(at)
-        version = _version_of(chunk.parameters[index])
+        member = chunk.parameters[index]
+        version = member._version if type(member) in _PLAIN else _version_of(member)
         return _new(PackedTensor, (chunk, tensor.size(), tensor.stride(), offset, dtype, index, version))
 
     def unpacked(self, packed: PackedTensor | PackedShell) -> Tensor:
@@ -366,15 +382,15 @@ class SavedTensors:
         """What was packed here, or by `packed` and `kept`."""
         kind = type(packed)
         if kind is _Kept:
-            tensor: Tensor = packed.tensor
+            tensor = packed.tensor
             if (tensor._version if type(tensor) in _PLAIN else _version_of(tensor)) != packed.version:
                 raise RuntimeError(_overwritten(packed))
-            return tensor
-        if kind is PackedTensor:
-            return self._need(packed.chunk, _made, packed)
-        if kind is PackedShell:
-            return self.unpacked(packed)
-        tensor = packed
+        elif kind is PackedTensor:
+            tensor = self._need(packed.chunk, _made, packed)
+        elif kind is PackedShell:
+            tensor = self.unpacked(packed)
+        else:
+            tensor = packed
         return tensor
 
 
@@ -446,7 +462,8 @@ def _version_of(tensor: Tensor) -> int:
 def _made(packed: PackedTensor) -> Tensor:
     """The tensor again, over elements that are there."""
     chunk = packed.chunk
-    version = _version_of(chunk.parameters[packed.member])
+    member = chunk.parameters[packed.member]
+    version = member._version if type(member) in _PLAIN else _version_of(member)
     if version != packed.version:
         raise RuntimeError(_updated(packed, version))
     if packed.dtype is not chunk.dtype:

@@ -75,6 +75,8 @@ class LostWrites:
 
     def leaves(self, chunk: Chunk) -> None:
         """The chunk's replica is about to go."""
+        if not (self._suspects or self._data):  # as mostly
+            return
         if self._engine.phase is Phase.FORWARD and (names := self._written(chunk.id)):
             self._look(chunk, names)
 

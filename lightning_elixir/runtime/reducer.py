@@ -58,7 +58,9 @@ class _Collected:
     """What has arrived for one chunk since its last reduction."""
 
     block: Tensor  # 1D, compute dtype, [chunk numel]; slices of parameters without a gradient are uninitialised
+    expected: int | None = None  # gradients; None: not known
     arrived: set[int] = field(default_factory=set)  # member indices
+    count: int = 0  # of gradients, of which a parameter may get several
 
 
 @dataclass
@@ -189,10 +191,12 @@ class Reducer:
                 "done with it would have no derivative here. Take gradients that are differentiated again from "
                 "torch.autograd.grad(loss, parameters, create_graph=True), and call backward on what is made of them"
             )
-        collected = self._collected.get(chunk_id)
-        if collected is None:
-            collected = self._collected[chunk_id] = _Collected(self._new_block(chunk))
-        target = chunk.view_of(collected.block, index)
+        try:
+            collected = self._collected[chunk_id]
+        except KeyError:
+            collected = _Collected(self._new_block(chunk), self._expected.get(chunk_id))
+            self._collected[chunk_id] = collected
+        target = collected.block.as_strided(*chunk.places[index])
         arrived = collected.arrived
         if index in arrived:
             target.add_(grad)
@@ -203,12 +207,12 @@ class Reducer:
         if key not in self.used:
             self.used.add(key)
             self._used_now.add(key)
-        count = self._arrivals[chunk_id] = self._arrivals.get(chunk_id, 0) + 1
-        if chunk_id in self._reduced_now:
+        collected.count += 1
+        expected = collected.expected
+        # Where nothing is known yet, it is complete once all its parameters have one.
+        if collected.count < expected if expected is not None else not arrived >= self._trainable[chunk_id]:
             return False
-        expected = self._expected.get(chunk_id)
-        # Where nothing is known yet: once all its parameters have one.
-        if count < expected if expected is not None else not arrived >= self._trainable[chunk_id]:
+        if chunk_id in self._reduced_now:
             return False
         is_first = chunk_id not in self._finished
         self._finished[chunk_id] = None
@@ -510,6 +514,8 @@ class Reducer:
         collected = self._collected.pop(chunk.id, None)
         if collected is None:
             collected = _Collected(self._new_block(chunk))
+        else:
+            self._arrivals[chunk.id] = self._arrivals.get(chunk.id, 0) + collected.count
         for index, parameter in enumerate(chunk.parameters):
             if index not in collected.arrived and parameter.numel() > 0:
                 chunk.slice_of(collected.block, index).zero_()

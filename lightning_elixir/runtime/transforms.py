@@ -20,9 +20,12 @@ _CURES = (
 )
 
 _functorch = torch._C._functorch
-_interpreters = _functorch.get_interpreter_stack
-_tracer = torch._C._get_tracing_state
-_num_modes = torch._C._len_torch_dispatch_stack
+interpreters = _functorch.get_interpreter_stack
+"""The transforms of `torch.func` that are under way; None: there are none."""
+tracer = torch._C._get_tracing_state
+"""What `torch.jit.trace` records with; None where it does not run."""
+num_modes = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are on."""
 _modes = torch._C._TorchDispatchModeKey
 _DERIVATIVES = (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
 
@@ -33,12 +36,12 @@ def check_untransformed() -> None:
     Raises:
         StateError: A derivative of `torch.func` is being taken, or a tracer is at work.
     """
-    for level in _interpreters() or ():
+    for level in interpreters() or ():
         if level.key() in _DERIVATIVES:
             raise _no_derivative()
-    if _tracer() is not None:
+    if tracer() is not None:
         raise _no_tracing("torch.jit.trace")
-    if _num_modes():  # which counts these as well
+    if num_modes():  # which counts these as well
         for key in (_modes.PROXY, _modes.FAKE):
             if torch._C._get_dispatch_mode(key) is not None:
                 raise _no_tracing("torch.export, torch.func.linearize or make_fx")

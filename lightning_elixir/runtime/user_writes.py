@@ -11,7 +11,7 @@ counters, where the engine's own do not, and raise; so does what would unbind a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
