@@ -249,10 +249,8 @@ class CompiledState:
         """Whether nothing was compiled since, nor another module put in."""
         for module, call, forward, children in self._seen:
             held = module.__dict__
-            if held.get(_CALL) is not call:
+            if held.get(_CALL) is not call or _compiled_forward_of(module) is not forward:
                 return False
-            if _compiled_forward_of(module) is not forward:
-                return False
-            if (children or module._modules) and tuple(module._modules.values()) != children:
+            if (children or module._modules) and tuple(module._modules.values()) != children:  # few have any
                 return False
         return True

@@ -194,7 +194,7 @@ class RCache:
             if position >= len(accesses) or ids != accesses[position]:
                 return False
             position += 1
-            if self.prefetch_depth and position >= self._settled_until and self._may_prefetch(position):
+            if self.prefetch_depth and self._may_prefetch(position):
                 return False
             self._position = position
             self._suspected = None

@@ -82,7 +82,7 @@ Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 class _OwnCall:
     """In the place of a module's call: reports the forward around what `module.compile()` has made, which runs the
     module's hooks in compiled code; has an `Around` decide how the whole call runs, hooks included; and reports the
-    begin of a covered forward, for which it takes a third of a hook's time. Copies of the module have no such calls."""
+    begin of a covered forward, in less time than a hook takes. Copies of the module have no such calls."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -91,16 +91,13 @@ class _OwnCall:
         self.forwards: ForwardEvents | None = None
         self.around: Around | None = None
         self.before: Callable[[nn.Module], None] | None = None
-        """Called with the module, inside of `around`."""
+        """Called with the module when its forward begins, as a hook would be."""
         vars(module)[_CALL] = self  # not by its name: what `torch.compile(module)` gives would pass that on
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.around is not None:
             return self.around(self._run, args, kwargs)
-        if self.before is None:
-            return self._run(*args, **kwargs)
-        self.before(self._module)
-        return self._module._call_impl(*args, **kwargs)
+        return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.before is not None:
@@ -339,7 +336,7 @@ class SavedTensors:
     @staticmethod
     def _packed_in(chunk: Chunk, tensor: Tensor) -> PackedTensor | None:
         """As `packed`, of a tensor over a chunk's storage."""
-        offset, dtype = tensor.storage_offset(), tensor.dtype
+        offset, dtype = int(tensor.storage_offset()), tensor.dtype
         if tensor.layout is not _STRIDED or tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
             return None
         at = offset if dtype is chunk.dtype else offset * dtype.itemsize // chunk.dtype.itemsize
@@ -381,6 +378,7 @@ class SavedTensors:
     def unpack(self, packed: Any) -> Tensor:
         """What was packed here, or by `packed` and `kept`."""
         kind = type(packed)
+        tensor: Tensor = packed
         if kind is _Kept:
             tensor = packed.tensor
             if (tensor._version if type(tensor) in _PLAIN else _version_of(tensor)) != packed.version:
@@ -389,8 +387,6 @@ class SavedTensors:
             tensor = self._need(packed.chunk, _made, packed)
         elif kind is PackedShell:
             tensor = self.unpacked(packed)
-        else:
-            tensor = packed
         return tensor
 
 

@@ -1,4 +1,4 @@
-"""Modules below one that brings all they need: they keep one light hook, and whatever else they did, they still do."""
+"""Modules below one that brings all they need: only their begin is told of, and they do whatever else they did."""
 
 from __future__ import annotations
 
