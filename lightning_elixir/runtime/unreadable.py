@@ -124,7 +124,10 @@ def serve_under_modes() -> tuple[torch.library.Library, ...]:
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, operator = name.partition("::")
         packet, _, overload = operator.partition(".")
-        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+        try:
+            op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+        except AttributeError:  # kernels were registered and the operator was not, as by a library that half loads
+            continue
         if namespace not in libraries:
             libraries[namespace] = torch.library.Library(namespace, "IMPL")
         libraries[namespace].impl(operator, partial(_read, op), _KEY)

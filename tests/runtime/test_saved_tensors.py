@@ -17,6 +17,7 @@ from torch.utils.dlpack import to_dlpack
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_elixir.errors import StateError
+from lightning_elixir.runtime.unreadable import serve_under_modes
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed
@@ -182,6 +183,15 @@ def test_a_released_parameter_is_never_read_without_its_elements(
     for read in _READS:
         with torch._C.DisableTorchFunctionSubclass(), pytest.raises(StateError, match="closed"):
             read(weight)
+
+
+def test_an_operator_that_a_library_has_half_registered_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = torch.library.Library("half_loaded_at_elixir", "IMPL")  # as torchao's, where its C++ part does not load
+    library.impl("nothing", torch.clone, "CPU")
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("half_loaded_at_elixir")]
+    assert names
+    monkeypatch.setattr(torch._C, "_dispatch_get_all_op_names", lambda: names)
+    assert serve_under_modes.__wrapped__() == ()
 
 
 class _Overwriting(nn.Module):
