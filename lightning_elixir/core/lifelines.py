@@ -194,14 +194,14 @@ def tie(
 def _open_door(num_ranks: int) -> tuple[socket.socket | None, Door | None, str]:
     """Listen for the ranks of other hosts; or why not."""
     try:
-        first = _address_of_this_host()
+        listening = _listen(num_ranks)
         cards = [card for cards in psutil.net_if_addrs().values() for card in cards if card.family in _FAMILIES]
         addresses = [plain_address(card.address) for card in cards]
-        listening = socket.create_server((first, 0), family=_family(first), backlog=num_ranks)
     except (OSError, ValueError, psutil.Error) as error:
         return None, None, f"it cannot listen: {error}"
+    first, port = listening.getsockname()[:2]
     others = [address for address in addresses if not ip_address(address).is_loopback]
-    return listening, Door((first, *others), listening.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES)), ""
+    return listening, Door((first, *others), port, secrets.token_bytes(_TOKEN_BYTES)), ""
 
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -211,8 +211,9 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _address_of_this_host() -> str:
-    """The one at which gloo has other hosts reach this one.
+def _listen(num_ranks: int) -> socket.socket:
+    """At the address at which gloo has other hosts reach this one: the first that is its own. Names may also stand for
+    others, such as a router's.
 
     Raises:
         OSError: There is none.
@@ -225,8 +226,9 @@ def _address_of_this_host() -> str:
         found = [str(info[4][0]) for info in infos if info[0] in _FAMILIES]
     for address in found:
         if "%" not in address:  # those mean something on this host alone
-            return address
-    raise OSError(errno.EADDRNOTAVAIL, f"{name or socket.gethostname()} has no address")
+            with suppress(OSError):
+                return socket.create_server((address, 0), family=_family(address), backlog=num_ranks)
+    raise OSError(errno.EADDRNOTAVAIL, f"{name or socket.gethostname()} has no address of this host")
 
 
 def plain_address(address: str) -> str:
@@ -288,7 +290,7 @@ def _let_in(listening: socket.socket, token: bytes, num_coming: int) -> list[soc
     """Those that have connected, and have said the token."""
     deadline, kept = time.monotonic() + _LONGEST_MEETING_S, list[socket.socket]()
     with suppress(OSError):  # it takes too long
-        while len(kept) < num_coming:
+        while len(kept) < num_coming and time.monotonic() < deadline:  # strangers may come on and on
             listening.settimeout(max(0.01, deadline - time.monotonic()))
             end, _ = listening.accept()
             try:

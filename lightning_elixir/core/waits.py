@@ -363,6 +363,7 @@ class Line:
             return
         if self._lifelines is not None:
             self._lifelines.close()
+            self._lifelines = None  # also where a rank fails while new ones are made
         self._lifelines = tie(name, self.rank, processes, exchange, self.lost)
         weakref.finalize(self, self._lifelines.close).atexit = False
 

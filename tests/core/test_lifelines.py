@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -180,6 +181,33 @@ def test_a_stranger_is_not_let_in(neighbour: Neighbour) -> None:
     tied.close()
 
 
+def test_strangers_do_not_keep_ranks_from_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifelines, "_LONGEST_MEETING_S", 0.1)
+    monkeypatch.setattr(lifelines, "_LONGEST_GREETING_S", 0.05)
+    with ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=40))
+        strangers = [stack.enter_context(socket.create_connection(listening.getsockname())) for _ in range(40)]
+        assert lifelines._let_in(listening, b"t" * 16, 1) == []
+        strangers[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):  # its turn has not come
+            strangers[-1].recv(1)
+
+
+@pytest.mark.parametrize("how", ["of others", "its own"])
+def test_a_host_listens_at_the_first_address_that_is_its_own(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """192.0.2.1 is no host's: it is kept for documents."""
+    addresses = ["192.0.2.1", "fe80::1%lo"] + ["127.0.0.4"] * (how == "its own")
+    infos = [(lifelines._family(at), socket.SOCK_STREAM, 6, "", (at, 0)) for at in addresses]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: infos)
+    if how == "of others":
+        with pytest.raises(OSError, match="has no address of this host"):
+            lifelines._listen(2)
+    else:
+        with lifelines._listen(2) as listening:
+            assert listening.getsockname()[0] == "127.0.0.4"
+
+
 @pytest.mark.parametrize("how", ["nobody listens", "another program answers"])
 def test_where_nothing_can_be_connected_this_is_said_once(
     how: str, neighbour: Neighbour, caplog: pytest.LogCaptureFixture
@@ -233,14 +261,14 @@ def _train_without() -> list[str]:
         patch.setattr(peers, "_place", lambda: f"place {rank}")
         patch.setattr(lifelines.log, "warning", lambda text, *values: warned.append(text % values))
         if rank == 1:
-            patch.setattr(lifelines, "_address_of_this_host", _fail)
+            patch.setattr(lifelines, "_listen", _fail)
         comm = make_comm(None, torch.device("cpu"))
         assert comm.exchange([rank]) == [[0], [1]]
         comm.close()
     return warned
 
 
-def _fail() -> str:
+def _fail(num_ranks: int) -> socket.socket:
     raise OSError("no address")
 
 

@@ -285,6 +285,7 @@ def lose(nodes: int, per_node: int, folder: str, timeout_s: float, is_soon: bool
         is_soon: Hosts that vanish are noticed after three seconds.
     """
     peers._place = socket.gethostname
+    lifelines._LONGEST_MEETING_S = 60.0  # a busy machine may be slow
     if is_soon:
         lifelines.IDLE_S, lifelines.ASK_EVERY_S, lifelines.NUM_UNANSWERED = 1, 1, 2
     try:
@@ -360,7 +361,7 @@ def test_a_host_that_vanishes_is_noticed_by_all(nodes: int, per_node: int, victi
     try:
         _wait_until_all_train(tmp_path, nodes * per_node, started)
         unplug(tmp_path, victim)
-        assert started.wait(60) == nodes
+        assert started.wait(120) == nodes
     finally:
         started.kill()
         started.wait(60)
