@@ -99,11 +99,15 @@ class Way:
     """Why it cannot be, or does not fit."""
     sharding: str = ""
     """What else was weighed on several nodes, of the same sizes."""
+    num_backwards: int = 1
+    """Forwards and backwards in a step."""
 
     @property
     def batch_s(self) -> float | None:
         """Seconds for each micro-batch's worth of samples; ranks along "tensor" share one."""
-        return None if self.step_s is None else (self.step_s + self.exchange_s) / self.mesh.num_batches
+        if self.step_s is None:
+            return None
+        return (self.step_s + self.exchange_s) / (self.num_backwards * self.mesh.num_batches)
 
     def __str__(self) -> str:
         parts = [f"{axis} {self.mesh.size(axis)}" for axis in ("tensor", "expert") if self.mesh.size(axis) > 1]
@@ -111,7 +115,9 @@ class Way:
         return ", ".join([*(parts or ["sharding alone"]), *copies])
 
 
-def way_of(plan: Plan, step_s: float | None, exchanges: Sequence[Exchanged], hardware: HardwareSpec, count: int) -> Way:
+def way_of(
+    plan: Plan, step_s: float | None, exchanges: Sequence[Exchanged], hardware: HardwareSpec, num_backwards: int
+) -> Way:
     """A way that fits.
 
     Args:
@@ -119,16 +125,17 @@ def way_of(plan: Plan, step_s: float | None, exchanges: Sequence[Exchanged], har
         step_s: Predicted seconds of its step; None: what a step does is not known.
         exchanges: Of one forward and backward.
         hardware: Figures to predict times with.
-        count: Of forwards and backwards in a step.
+        num_backwards: Forwards and backwards in a step.
     """
     forecast = plan.forecast
     return Way(
         plan.mesh,
         step_s,
-        count * exchange_s(exchanges, plan.mesh, hardware),
+        num_backwards * exchange_s(exchanges, plan.mesh, hardware),
         0 if forecast is None else forecast.peak_gpu_bytes,
         0 if forecast is None else forecast.host_bytes,
         sharding=str(plan.notes.get(SHARDING_NOTE, "")),
+        num_backwards=num_backwards,
     )
 
 

@@ -18,7 +18,7 @@ from lightning_elixir.plan.sharding import NOTE, best_sharding, meshes_of
 from lightning_elixir.plan.simulator.cost import Costs
 from lightning_elixir.plan.simulator.timeline import scheme_of
 from lightning_elixir.plan.types import Plan
-from lightning_elixir.plan.weighing import Choice, Exchanged, Way, advise, exchange_s, meshes_to_weigh, weigh
+from lightning_elixir.plan.weighing import Choice, Exchanged, Way, advise, exchange_s, meshes_to_weigh, way_of, weigh
 from lightning_elixir.planning import TrainingRegime
 from tests.helpers.plans import make_plan
 
@@ -176,6 +176,13 @@ def test_what_is_advised(ways: list[Way], best: int | None, why: str) -> None:
     found, told = advise(ways)
     assert found is (None if best is None else ways[best])
     assert why in told
+
+
+def test_a_step_has_several_micro_batches() -> None:
+    hardware, plan = on_nodes(NODE, 2, Network(GB, 0.0)), planned(Mesh(8, tensor=2))
+    way = way_of(plan, 4.0, [Exchanged("tensor", "sum", 2**20)], hardware, 2)
+    assert way.exchange_s > 0
+    assert way.batch_s == pytest.approx((4.0 + way.exchange_s) / 2 / 4)  # of four groups, two each
 
 
 def test_sizes_that_may_be_chosen() -> None:
