@@ -308,11 +308,11 @@ class FitRun:
         return replace(now, forecast=now.forecast.following(plan.forecast, self._handle.num_steps))
 
     def _num_samples(self) -> int | None:
-        """Of one step over all ranks, where the data loader tells."""
+        """Of one step over all ranks, where the data loader tells; ranks along "tensor" share theirs."""
         batch_size = getattr(self._trainer.train_dataloader, "batch_size", None)
         if not isinstance(batch_size, int):
             return None
-        return batch_size * self._trainer.accumulate_grad_batches * self._trainer.world_size
+        return batch_size * self._trainer.accumulate_grad_batches * self._handle.engine.plan.mesh.num_batches
 
     def _facts(self) -> tuple[tuple[str, str], ...]:
         trainer = self._trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from dataclasses import replace
@@ -110,9 +111,12 @@ def test_little_memory_decides(case: str) -> None:
     kind, world, limit, mesh = SHORT[case]
     if mesh.expert > 1:
         need_experts_in_one_module()
-    found = run_ranks(fit, world, kind, FAST, {"gpu_memory_limit": limit}, init_group=False)
+    options = {"gpu_memory_limit": limit, "report_dir": "report"}
+    found = run_ranks(fit, world, kind, FAST, options, init_group=False)
     assert [one[0] for one in found] == [mesh] * world
     assert found[0][3] > 0
+    facts = json.loads(Path("report/report.json").read_text(encoding="utf-8"))["facts"]
+    assert facts["samples in a step"] == str(2 * mesh.num_batches)
     assert difference(found[0][2], fit_plain(kind, mesh.num_batches)) < CLOSE
 
 
