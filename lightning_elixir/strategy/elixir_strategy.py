@@ -270,6 +270,8 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         """A training step of the module as it is when this is called, without values."""
         if next(placed_modules(module), None) is not None:
             raise PlanError("parallelize_module() has cut the model, whose DTensors need values")
+        if not module.automatic_optimization:
+            raise PlanError("under manual optimization training_step uses the optimizers, which come later")
         self.optimizers, self.lr_scheduler_configs = [], []  # those of an earlier fit are over other parameters
         batch, left_out = likely_batch(module), planner.ignored(module)
         kept = planner.kept_fp32(module) | ignored_in_fp32(left_out)

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from lightning_elixir._lightning import LightningModule
 from lightning_elixir.errors import PlanError
 from lightning_elixir.strategy.dry_run import unnoticed
+from lightning_elixir.strategy.used_iterators import held_iterators
 
 
 def likely_batch(module: LightningModule) -> Any:
@@ -25,9 +26,12 @@ def likely_batch(module: LightningModule) -> Any:
         module: In a fit, whose data are there.
 
     Raises:
-        PlanError: Nothing but the loader itself can tell.
+        PlanError: Nothing but the loader itself can tell, or asking would use up samples.
     """
     source = module.trainer.fit_loop._data_source
+    kinds = sorted({type(one).__name__ for one in held_iterators(module, source.instance)})
+    if kinds:
+        raise PlanError(f"what gives batches may use up an iterator ({', '.join(kinds)}), which cannot be put back")
     with unnoticed(module, (source.instance,)):
         batch = _first_samples(source.dataloader())
         batch = module.trainer.precision_plugin.convert_input(batch)

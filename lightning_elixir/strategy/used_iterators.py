@@ -13,6 +13,7 @@ from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_elixir.core.functions import parts_of
 from lightning_elixir.strategy.users_code import is_users_class, is_users_module
@@ -30,7 +31,22 @@ def used_iterators(model: nn.Module) -> list[Any]:
         for value in vars(module).values():
             carried = value.values() if isinstance(value, dict) else (value,)
             todo += (one for one in carried if isinstance(one, (FunctionType, MethodType, partial)))
-    seen: dict[int, Any] = {id(module): module for module in model.modules()}
+    return _found_from(todo, {id(module): module for module in model.modules()})
+
+
+def held_iterators(model: nn.Module, data: Any) -> list[Any]:
+    """Likewise those that the modules and what gives batches have as attributes, for where no copies of these run."""
+    modules = list(model.modules())
+    attributes = [value for module in modules for value in vars(module).values()]
+    return _found_from([data, *attributes], {id(module): module for module in modules})
+
+
+def _found_from(todo: list[Any], seen: dict[int, Any]) -> list[Any]:
+    """
+    Args:
+        todo: Where to begin.
+        seen: What is left out, by `id`.
+    """
     found = []
     while todo and len(seen) < _MOST_WALKED:
         value = todo.pop()
@@ -54,7 +70,9 @@ def _reached_from(value: Any) -> list[Any]:
         return [getattr(one, "__func__", getattr(one, "fget", one)) for one in members]
     if isinstance(value, (list, tuple, dict)):
         return list(value.values() if isinstance(value, dict) else value) if len(value) <= _MOST_ITEMS else []
-    return [type(value), *getattr(value, "__dict__", {}).values()] if is_users_class(type(value)) else []
+    if is_users_class(type(value)) or isinstance(value, (DataLoader, Dataset)):
+        return [type(value), *getattr(value, "__dict__", {}).values()]
+    return []
 
 
 def _named_in(function: FunctionType) -> list[Any]:

@@ -181,19 +181,53 @@ class Streamed(IterableDataset[Tensor]):
         return iter(Tokens()[index] for index in range(8))
 
 
-def fit_stream(limit: str) -> Any:
+class PassedOn(Tokens):
+    """Each sample is the next of an iterator, whatever its number."""
+
+    def __init__(self) -> None:
+        self.numbers = iter(range(8))
+
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(next(self.numbers))
+
+
+class StepsItself(Model):
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        optimizer.step()
+
+
+def fit_unforeseen(kind: str, limit: str) -> Any:
     world = int(os.environ["WORLD_SIZE"])
     strategy = ElixirStrategy(hardware=machine(SLOW, world), gpu_memory_limit=limit, **OPEN)
-    trainer_of(strategy, world, max_steps=1).fit(Model("qwen3_moe"), DataLoader(Streamed(), batch_size=2))
-    return strategy.plan.mesh, weighing_lines(strategy.plan)
+    data = {"stream": Streamed, "iterator": PassedOn, "manual": Tokens}[kind]()
+    model = (StepsItself if kind == "manual" else Model)("qwen3_moe")
+    trainer_of(strategy, world, max_steps=1).fit(model, DataLoader(data, batch_size=2))
+    left = next(data.numbers) if isinstance(data, PassedOn) else None
+    return strategy.plan.mesh, weighing_lines(strategy.plan), left
 
 
-@pytest.mark.parametrize(("limit", "mesh"), [("1GiB", Mesh(2)), ("200KiB", Mesh(2, expert=2))], ids=str)
-def test_without_a_step_to_weigh_by_the_first_that_fits_is_taken(limit: str, mesh: Mesh) -> None:
+UNFORESEEN = {
+    "stream": ("1GiB", Mesh(2), "only a DataLoader over a dataset with indices"),
+    "iterator": ("200KiB", Mesh(2, expert=2), "what gives batches may use up an iterator (range_iterator)"),
+    "manual": ("1GiB", Mesh(2), "under manual optimization training_step uses the optimizers"),
+}
+
+
+@pytest.mark.parametrize("kind", telling(UNFORESEEN, "stream", "iterator"))
+def test_without_a_step_to_weigh_by_the_first_that_fits_is_taken(kind: str) -> None:
     need_experts_in_one_module()
-    for found, (why, *_) in run_ranks(fit_stream, 2, limit, init_group=False):
+    limit, mesh, reason = UNFORESEEN[kind]
+    for found, (why, *_), left in run_ranks(fit_unforeseen, 2, kind, limit, init_group=False):
         assert found == mesh
-        assert "a step could not be foreseen (only a DataLoader over a dataset with indices" in why
+        assert f"a step could not be foreseen ({reason}" in why
+        assert left in (None, 2)  # one batch, and nothing of what was asked before
 
 
 class Warnings(logging.Handler):
