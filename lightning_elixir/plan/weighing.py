@@ -213,11 +213,11 @@ class Choice:
 
         Args:
             ways: What was looked at; the first is without what was weighed.
-            unforeseen: Why it is not known what a step does, where it is not.
+            unforeseen: Why no times of steps are known, where they are not.
         """
         best, why = advise(ways)
         if unforeseen:
-            why = f"{why}; nothing was weighed, since a step could not be foreseen ({unforeseen})"
+            why = f"{why}; nothing was weighed, since {unforeseen}"
         chosen = ways[0] if best is None else best
         return cls(chosen.mesh, why, tuple(ways))
 

@@ -161,7 +161,9 @@ class EngineStrategy(StrategyOptions, ABC):
         if self._config.tensor_parallel_size == "auto":
             raise PlanError(
                 "which ranks share batches depends on tensor_parallel_size='auto', which is chosen when the model is"
-                " set up: set up loaders after that (Fabric: setup() before setup_dataloaders()), or give a number"
+                " set up: make loaders and count steps after that (Trainer: not yet in the hook setup(), but in"
+                " train_dataloader() and configure_optimizers(); Fabric: setup() before setup_dataloaders()), or give a"
+                " number"
             )
         of_ranks = super().distributed_sampler_kwargs
         mesh = self._config.mesh(of_ranks["num_replicas"])

@@ -168,7 +168,8 @@ class StrategyOptions(Processes):
             tensor_parallel_size: Ranks between which single layers are cut; they have the same batch. What is cut, and
                 how, say `patterns`, torch's `parallelize_module` in `configure_model`, or else the model's own
                 `tp_plan` (transformers). "auto": the size with the shortest predicted time for the same samples, of
-                those that fit; `plan.explain()` says why.
+                those that fit; where a step cannot be foreseen, as under Fabric, the first that fits without
+                activations, beginning with 1. `plan.explain()` says which and why.
             expert_parallel_size: Ranks between which the experts of mixtures are spread; each has a batch of its own.
                 Likewise, by the model's own `ep_plan`; "auto" too.
             patterns: How to share the work of which modules: a dict from names of modules (globs, such as

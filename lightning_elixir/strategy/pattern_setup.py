@@ -18,7 +18,7 @@ from lightning_elixir.patterns.apply import put_in, take_out
 from lightning_elixir.patterns.cuts import cuts_of, whole_of
 from lightning_elixir.patterns.model_plans import own_patterns
 from lightning_elixir.patterns.placed import check_placed, placed_modules, take_over
-from lightning_elixir.plan.mesh import AXES, offsets_in_whole
+from lightning_elixir.plan.mesh import offsets_in_whole
 from lightning_elixir.runtime.sources import set_source, source_of
 from lightning_elixir.strategy.config import ElixirConfig
 
@@ -89,11 +89,10 @@ def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None
         take_out(module)  # those of an earlier run
         return
     patterns = config.patterns
+    if mesh.tensor > 1 and not is_placed:
+        config.check_pattern_along("tensor")
     if patterns is None:  # what parallelize_module() has done is not done again
         patterns = own_patterns(module, replace(mesh, tensor=1) if is_placed else mesh)
-    for axis in AXES:  # else its ranks would do the same
-        if mesh.size(axis) > 1 and config.patterns is not None and not (is_placed and axis == "tensor"):
-            config.check_pattern_along(axis)
     put_in(module, patterns, mesh, comm.rank)
     for parameter in module.parameters():
         cuts, whole = cuts_of(parameter), whole_of(parameter)

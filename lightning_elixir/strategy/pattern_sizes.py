@@ -124,9 +124,13 @@ def _weighed(
                 swapped.undo()
         return way_of(plan, step_s, exchanges, planner.figures.best, planner.regime.num_backwards)
 
-    if not reason:
+    unforeseen = f"a step could not be foreseen ({reason})" if reason else ""
+    if not unforeseen:
         try:
-            return Choice.of(weigh(meshes, partial(look, True)))
+            ways = weigh(meshes, partial(look, True))
+            if any(not way.refusal for way in ways):
+                return Choice.of(ways)
+            unforeseen = "nothing fits beside what a step takes"  # and yet a step may run: the fit tries
         except _UnforeseenError as error:  # of the model as it is
-            reason = str(error)
-    return Choice.of(weigh(meshes, partial(look, False)), reason)
+            unforeseen = f"a step could not be foreseen ({error})"
+    return Choice.of(weigh(meshes, partial(look, False)), unforeseen)

@@ -102,11 +102,13 @@ def test_links_decide_as_the_command_says(
 SHORT = {
     "experts": ("qwen3_moe", 2, "200KiB", Mesh(2, expert=2)),
     "layers": ("llama", 2, "32KiB", Mesh(2, tensor=2)),
+    "chunks-alone": ("llama+checkpointed", 2, "39KiB", Mesh(2, tensor=2)),  # nothing fits beside a foreseen step
     "experts-of-four": ("qwen3_moe", 4, "100KiB", Mesh(4, expert=4)),
 }
 
 
-@pytest.mark.parametrize("case", telling(SHORT, "experts", "layers"))
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # the name that all versions have
+@pytest.mark.parametrize("case", telling(SHORT, "experts", "layers", "chunks-alone"))
 def test_little_memory_decides(case: str) -> None:
     kind, world, limit, mesh = SHORT[case]
     if mesh.expert > 1:
