@@ -21,7 +21,7 @@ _ORIGINAL = "_torchdynamo_orig_callable"
 _CONFIG = "get_compiler_config"
 _CALL = "_compiled_call_impl"  # of a module: what `module.compile()` has made
 _INNER = "_orig_mod"  # what `torch.compile(module)` has around it
-_COMPUTE = "compute"  # of a pattern's forward: the module's own
+_COMPUTE = "compute"  # of what has a pattern's forward: the module's own
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,16 +107,22 @@ def _region_of(module: nn.Module) -> CompiledRegion | None:
 def _forward_of(module: nn.Module) -> Any:
     """The function that is called: of the module itself (`torch.compile(module)` has one as well), or of its class. Not
     a pattern's, but what that calls."""
-    forward = vars(module).get("forward", type(module).forward)
-    return getattr(forward, _COMPUTE, forward)
+    pattern = _pattern_of(module)
+    return vars(module).get("forward", type(module).forward) if pattern is None else getattr(pattern, _COMPUTE)
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    around = vars(module).get("forward")
-    if hasattr(around, _COMPUTE):
-        setattr(around, _COMPUTE, forward)
-    else:
+    pattern = _pattern_of(module)
+    if pattern is None:
         vars(module)["forward"] = forward
+    else:
+        setattr(pattern, _COMPUTE, forward)
+
+
+def _pattern_of(module: nn.Module) -> Any:
+    """What has a pattern's forward, of which the module's is a method; None where there is none."""
+    around = getattr(vars(module).get("forward"), "__self__", None)
+    return around if hasattr(around, _COMPUTE) and not isinstance(around, nn.Module) else None
 
 
 def _compiled_forward_of(module: nn.Module) -> Any:

@@ -11,7 +11,6 @@ Experts run as they are, and blocks with experts are compiled in parts around th
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +33,8 @@ Patterns = Mapping[str | type, ParallelPattern]
 
 
 class PatternForward:
-    """What a module with a pattern has as its `forward`.
+    """What a module with a pattern has as its `forward`: the method `__call__` of this, since the compiler tells other
+    objects apart one by one, and would compile each block anew.
 
     Args:
         module: Whose.
@@ -47,7 +47,6 @@ class PatternForward:
         self.pattern = pattern
         self.peers = peers
         self.compute: Callable[..., Any] = module.forward
-        functools.update_wrapper(self, self.compute, updated=())
         known = inspect.signature(self.compute).parameters.values()
         self._names = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.replaced: dict[str, Any] = {}
@@ -65,7 +64,7 @@ class PatternForward:
 def pattern_forwards(model: nn.Module) -> Iterator[PatternForward]:
     """Those in a model."""
     for module in model.modules():
-        found = vars(module).get("forward")
+        found = getattr(vars(module).get("forward"), "__self__", None)
         if isinstance(found, PatternForward):
             yield found
 
@@ -164,7 +163,7 @@ def put_in(model: nn.Module, patterns: Patterns, mesh: Mesh, rank: int) -> None:
         for key, value in pattern.attributes(module, forward.peers).items():
             forward.replaced[key] = getattr(module, key)
             setattr(module, key, value)
-        module.forward = forward
+        module.forward = forward.__call__
     check_compiled(model)
     _replace(model, cuts, mesh)
 

@@ -19,7 +19,19 @@ from lightning_elixir.patterns.apply import pattern_forwards, put_in
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
-from tests.helpers.patterns import EXPERT, TENSOR, Case, Language, batch, build, difference, train_plain, train_ranks
+from tests.helpers.patterns import (
+    EXPERT,
+    TENSOR,
+    TOKENS,
+    WIDTH,
+    Case,
+    Language,
+    batch,
+    build,
+    difference,
+    train_plain,
+    train_ranks,
+)
 from tests.helpers.plans import make_plan
 from tests.helpers.tiers import telling
 
@@ -213,6 +225,27 @@ def test_blocks_with_experts_are_compiled_in_parts(how: str) -> None:
     whole = {"layers.0", "embedding", "norm", "head"} if how == "whole" else {"layers.0"}
     assert found == parts | whole
     assert [type(forward.pattern) for forward in pattern_forwards(model)] == [Expert]
+
+
+class Uncut(ParallelPattern):
+    """Exchanges nothing."""
+
+    axis = "tensor"
+
+    def cuts(self, module: nn.Module) -> dict[str, int]:
+        return {}
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_blocks_that_are_alike_share_a_graph() -> None:
+    """Of more than eight graphs for one function the compiler makes none."""
+    torch._dynamo.reset()
+    model = Compiled(options={**DENSE, "layers": 3}).make()
+    put_in(model, {"*.feed.up": Uncut()}, Mesh(2, 2), 0)
+    before = counters["stats"]["unique_graphs"]
+    for layer in model.layers:
+        layer(torch.ones(1, TOKENS, WIDTH))
+    assert counters["stats"]["unique_graphs"] - before == 1
 
 
 @pytest.mark.usefixtures("fresh_compiler")
