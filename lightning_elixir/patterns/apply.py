@@ -47,6 +47,7 @@ class PatternForward:
         self.pattern = pattern
         self.peers = peers
         self.compute: Callable[..., Any] = module.forward
+        self.is_in_place_of_own = "forward" in vars(module)  # not of its class, but put into the module itself
         known = inspect.signature(self.compute).parameters.values()
         self._names = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.replaced: dict[str, Any] = {}
@@ -126,7 +127,10 @@ def take_out(model: nn.Module) -> None:
             if whole is not None:
                 setattr(module, name, whole)
     for forward in list(pattern_forwards(model)):
-        del forward.module.forward
+        if forward.is_in_place_of_own:
+            forward.module.forward = forward.compute
+        else:
+            del forward.module.forward
         for name, value in forward.replaced.items():
             setattr(forward.module, name, value)
 

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from lightning_elixir.core.compiled_modules import compiled_regions, uncompiled_name
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns import Column, Expert, ParallelPattern, Row, Sequence
-from lightning_elixir.patterns.apply import pattern_forwards, put_in
+from lightning_elixir.patterns.apply import pattern_forwards, put_in, take_out
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
@@ -246,6 +246,17 @@ def test_blocks_that_are_alike_share_a_graph() -> None:
     for layer in model.layers:
         layer(torch.ones(1, TOKENS, WIDTH))
     assert counters["stats"]["unique_graphs"] - before == 1
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_forward_that_was_compiled_by_itself_is_put_back() -> None:
+    model = Compiled(how="forward", options=DENSE).make()
+    layer = model.layers[0]
+    compiled = layer.forward
+    put_in(model, {"layers.0": Uncut()}, Mesh(2, 2), 0)
+    assert compiled_regions(model)[0].compiled is compiled
+    take_out(model)
+    assert layer.forward is compiled
 
 
 @pytest.mark.usefixtures("fresh_compiler")
