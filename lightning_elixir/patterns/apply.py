@@ -21,6 +21,7 @@ from torch import nn
 
 from lightning_elixir.core.compiled_modules import compiled_regions, keep_out, named_modules
 from lightning_elixir.errors import PlanError
+from lightning_elixir.patterns.adapted_experts import is_adapted
 from lightning_elixir.patterns.base import ParallelPattern
 from lightning_elixir.patterns.cuts import set_cuts, whole_of
 from lightning_elixir.patterns.peers import Peers, Wire
@@ -204,7 +205,7 @@ def _shown(key: str | type) -> str:
 
 def _meant(key: str | type, modules: Mapping[str, nn.Module]) -> list[str]:
     if isinstance(key, type):
-        names = [name for name, module in modules.items() if isinstance(module, key)]
+        names = [_adapted(name, modules) for name, module in modules.items() if isinstance(module, key)]
     else:
         names = matching(key, modules)
     if not names:
@@ -212,6 +213,13 @@ def _meant(key: str | type, modules: Mapping[str, nn.Module]) -> list[str]:
         hint = f"; close to it are {', '.join(close)}" if close else ""
         raise PlanError(f"patterns: the model has no module {_shown(key)}{hint}")
     return names
+
+
+def _adapted(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Of the outermost wrapper that peft has put around a module, which has its place in the model."""
+    while (outer := name.removesuffix(".base_layer")) != name and is_adapted(modules[outer]):
+        name = outer
+    return name
 
 
 def _cuts_of(

@@ -18,6 +18,7 @@ from lightning_elixir.patterns.placed import Placed
 from lightning_elixir.plan.mesh import AxisCut, Mesh
 from lightning_elixir.profiling.fake_step import profile_memory
 from lightning_elixir.wrapper import ElixirModule
+from tests.helpers.pattern_fits import make
 from tests.helpers.patterns import Case, Experts, Language
 from tests.helpers.plans import make_plan
 
@@ -161,6 +162,20 @@ def test_adapters_of_experts_that_cannot_go_with_them_are_refused(experts: Any, 
     )
     with pytest.raises(PlanError, match=told):
         put_in(peft.inject_adapter_in_model(config, model), {"experts": Expert()}, Mesh(2, 1, 2), 0)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_a_class_means_the_wrappers_that_peft_has_put_around() -> None:
+    model = make("lora_of_experts")
+    by_class = {type(m) for m in model.modules() if type(m).__name__ == "Qwen3MoeExperts"}
+    if not by_class:
+        pytest.skip("transformers has experts in one parameter from 5 on")
+    put_in(model, {"*.experts": Expert()}, Mesh(2, 1, 2), 0)
+    expected = [(id(forward.module), type(forward.pattern)) for forward in pattern_forwards(model)]
+    take_out(model)
+    put_in(model, {by_class.pop(): Expert()}, Mesh(2, 1, 2), 0)
+    assert [(id(forward.module), type(forward.pattern)) for forward in pattern_forwards(model)] == expected
+    assert len(expected) > 1
 
 
 class Late(ParallelPattern):
