@@ -83,7 +83,9 @@ def test(python: str, arguments: list[str]) -> int:
         if code := install_tensornvme(python):
             return code
         variables["LIGHTNING_ELIXIR_TEST_TENSORNVME"] = "1"  # its tests are not to be skipped
-    command = [python, "-m", "pytest", *([] if is_full else ["-m", "not full"])]
+    # Where there is no GPU, some thousand tests more would be set up to be skipped.
+    marks = [*([] if is_full else ["not full"]), *([] if has_gpu() else ["not gpu"])]
+    command = [python, "-m", "pytest", *(["-m", " and ".join(marks)] if marks else [])]
     if has_module(python, "xdist") and not has_gpu():
         # A file's tests share what they compute, and the processes of their ranks. One process more than there are
         # cores, since tests of ranks wait as long as they compute.

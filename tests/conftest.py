@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch starts its threads, here and in what tests start
 
@@ -19,7 +20,9 @@ import torch.distributed as dist
 
 from lightning_elixir.profiling import measured_hardware
 from lightning_elixir.runtime.hooks import innermost_pack
+from tests.helpers import processes
 from tests.helpers.dist import stop_workers
+from tests.helpers.seeds import seed_torch
 
 # Importing all tests makes little garbage; looking for it took a sixth of that time.
 gc.disable()
@@ -31,6 +34,17 @@ torch.set_num_threads(1)
 def pytest_addoption(parser: pytest.Parser) -> None:
     if importlib.util.find_spec("pytest_timeout") is None:  # known all the same, so that the setting is no error
         parser.addini("timeout", "seconds a test may take (needs pytest-timeout)")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of pytest-xdist, for each test process that it starts."""
+    node.workerinput["processes"] = processes.address()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := getattr(config, "workerinput", {}).get("processes"):
+        processes.share(path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,14 +74,6 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def _seed() -> None:
-    """As `torch.manual_seed(0)`, which writes down for each kind of device that is not there from where it was called.
-    That takes longer than many a test."""
-    torch.default_generator.manual_seed(0)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(0)
-
-
 @pytest.fixture(autouse=True)
 def _restore_environment() -> Iterator[None]:
     before = dict(os.environ)
@@ -80,7 +86,7 @@ def _restore_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _restore_torch_state() -> Iterator[None]:
-    _seed()
+    seed_torch(0)
     random.seed(0)
     yield
     left = innermost_pack()

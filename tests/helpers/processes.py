@@ -1,8 +1,9 @@
 """`start`: run Python code in a process by itself, without the seconds that importing torch and Lightning takes.
 
 The process is the fork of a server that has imported what tests need and done nothing else. It runs the code as its
-main program and ends as any interpreter does. Beside a GPU it is a new interpreter instead: CUDA does not work in forks
-of a process that has looked for devices, which some imports do.
+main program and ends as any interpreter does. Test processes that run beside each other share one server. Beside a GPU
+it is a new interpreter instead: CUDA does not work in forks of a process that has looked for devices, which some
+imports do.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -84,11 +86,10 @@ def start(
             stdout=stdout,
             stderr=stderr,
         )
-    if not _servers:
-        _servers.append(_Server())
+    modules = [name for name, sign in _SLOW_TO_IMPORT.items() if sign in sys.modules]
     redirected = {number: fd for number, fd in ((1, stdout), (2, stderr)) if fd is not None}
-    request = _Request(code, environment, list(arguments), os.getcwd(), list(redirected))
-    return _servers[0].fork(request, [*redirected.values(), *pass_fds])
+    request = _Request(modules, code, environment, list(arguments), os.getcwd(), list(redirected))
+    return _server().fork(request, [*redirected.values(), *pass_fds])
 
 
 def run(code: str, environment: Mapping[str, str] | None = None, timeout_s: float = 60.0) -> Ended:
@@ -115,6 +116,16 @@ class Ended:
     stderr: str
 
 
+def address() -> str:
+    """Where other processes reach the server of this one, by `share`."""
+    return _server().path
+
+
+def share(path: str) -> None:
+    """Use the server of another process, as long as that process runs."""
+    _servers.append(_Server(path))
+
+
 def _has_gpu() -> bool:
     import torch
 
@@ -125,6 +136,8 @@ def _has_gpu() -> bool:
 class _Request:
     """One process to start: as `start`."""
 
+    modules: list[str]
+    """What the server is to have imported."""
     code: str
     environment: dict[str, str]
     arguments: list[str]
@@ -174,16 +187,28 @@ class _Fork:
 
 
 class _Server:
-    """This end of it. It ends when this process does."""
+    """This end of it. It ends when the process does that has started it.
 
-    def __init__(self) -> None:
-        self._channel, theirs = socket.socketpair()
-        names = [name for name, sign in _SLOW_TO_IMPORT.items() if sign in sys.modules]
-        with theirs:
+    Args:
+        path: Of the socket of a server that runs; None: start one.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self._process = None
+        self._channel = socket.socket(socket.AF_UNIX)
+        if path is not None:
+            self.path = path
+            self._channel.connect(path)
+            return
+        self.path = os.path.join(tempfile.mkdtemp(), "server")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.path)
+            listener.listen()
+            self._channel.connect(self.path)  # as the first, whose end is the server's
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), *names],
+                [sys.executable, "-m", __name__, str(listener.fileno())],
                 env={**os.environ, "PYTHONPATH": python_path()},
-                pass_fds=[theirs.fileno()],
+                pass_fds=[listener.fileno()],
             )
 
     def fork(self, request: _Request, pass_fds: Sequence[int]) -> _Fork:
@@ -198,11 +223,19 @@ class _Server:
 
     def stop(self) -> None:
         self._channel.close()
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
+            shutil.rmtree(os.path.dirname(self.path), ignore_errors=True)
 
 
 _servers: list[_Server] = []
 """One, from when it is first needed."""
+
+
+def _server() -> _Server:
+    if not _servers:
+        _servers.append(_Server())
+    return _servers[0]
 
 
 @atexit.register
@@ -211,22 +244,35 @@ def _stop() -> None:
         _servers.pop().stop()
 
 
-def _serve(channel: socket.socket) -> tuple[_Request, list[int]] | None:
-    """Fork for every request. Returns in the server when there will be no more, and in each process that was asked for
-    with what it is to run."""
+def _serve(listener: socket.socket) -> tuple[_Request, list[int]] | None:
+    """Fork for every request. Returns in the server when the first that has connected hangs up, and in each process
+    that was asked for with what it is to run."""
+    first, _ = listener.accept()
+    channels = [first]
     while True:
-        header, fds, *_ = socket.recv_fds(channel, _LENGTH.size, _MOST_FDS)
+        ready = select.select([listener, *channels], [], [])[0][0]
+        if ready is listener:
+            channels.append(listener.accept()[0])
+            continue
+        header, fds, *_ = socket.recv_fds(ready, _LENGTH.size, _MOST_FDS)
         if not header:
-            return None
+            if ready is first:
+                return None
+            channels.remove(ready)
+            ready.close()
+            continue
         data, (length,) = b"", _LENGTH.unpack(header)
         while len(data) < length:
-            data += channel.recv(length - len(data))
+            data += ready.recv(length - len(data))
+        request = _Request(**json.loads(data))
+        _import(request.modules)
         if os.fork() == 0:
             break
         for fd in fds:
             os.close(fd)
     # The keeper, which tells the number of the process, and how it has ended.
-    channel.detach()
+    for channel in (listener, *channels):
+        channel.close()
     status, *passed = fds
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
@@ -238,7 +284,15 @@ def _serve(channel: socket.socket) -> tuple[_Request, list[int]] | None:
         os.write(status, b"%d\n" % code)
         os._exit(0)
     os.close(status)
-    return _Request(**json.loads(data)), passed
+    return request, passed
+
+
+def _import(names: Sequence[str]) -> None:
+    if not all(name in sys.modules for name in names):
+        for name in names:
+            importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # garbage collections in the processes need not look through all that was imported
 
 
 def _become(request: _Request, fds: Sequence[int]) -> None:
@@ -253,15 +307,11 @@ def _become(request: _Request, fds: Sequence[int]) -> None:
     sys.argv = ["-c", *request.arguments, *map(str, fds[len(request.redirected) :])]
 
 
-def _main(channel: socket.socket, names: Sequence[str]) -> str | None:
+def _main(listener: socket.socket) -> str | None:
     """The server; what it returns is for a process that it has started to run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ends with the process that has started it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers leave nothing to wait for
-    for name in names:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # garbage collections in the processes need not look through all that was imported
-    found = _serve(channel)
+    found = _serve(listener)
     atexit.register(gc.unfreeze)  # libraries look at their end for what is left
     if found is None:
         return None
@@ -270,6 +320,6 @@ def _main(channel: socket.socket, names: Sequence[str]) -> str | None:
 
 
 if __name__ == "__main__":
-    program = _main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    program = _main(socket.socket(fileno=int(sys.argv[1])))
     if program is not None:
         exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.seeds import seed_torch
+
 
 @dataclass(frozen=True)
 class Example:
@@ -263,5 +265,5 @@ ZOO: dict[str, Example] = {
 
 def make(name: str, seed: int = 0) -> nn.Module:
     """The model, with values that depend on the seed alone."""
-    torch.manual_seed(seed)
+    seed_torch(seed)
     return ZOO[name].build()

@@ -22,6 +22,7 @@ from tests.helpers.activations import FATES, PLACEMENTS, ROWS, WIDTH, Block, Pai
 from tests.helpers.dist import run_ranks
 from tests.helpers.once import computed_once
 from tests.helpers.plans import make_plan
+from tests.helpers.seeds import seed_torch
 from tests.helpers.tiers import crossed, telling
 from tests.helpers.training import Scheme, different_names, train_elixir, train_plain
 from tests.helpers.zoo import make
@@ -41,7 +42,7 @@ def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @crossed(fate=FATES, placement=PLACEMENTS)
 def test_bits_are_those_of_keeping_everything(fate: str, placement: str, device: torch.device) -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack()
     pair = Pair(model, planned(model, fate, **PLACEMENTS[placement]), device)
     for seed in range(3):
@@ -108,7 +109,7 @@ def test_mixed_precision(fate: str, scheme: str, everything_is_large: None) -> N
 
 
 def test_different_fates_side_by_side(device: torch.device) -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack(depth=8)
     fates = [Fate.OFFLOAD, Fate.RECOMPUTE, Fate.KEEP, Fate.RECOMPUTE_OFFLOADED] * 2
     blocks = tuple(ModelBlock(f"blocks.{i}", fate) for i, fate in enumerate(fates))
@@ -135,7 +136,7 @@ class _Normed(nn.Module):
 
 @pytest.mark.parametrize("fate", FATES[1:])
 def test_buffers_are_written_once(fate: str) -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack(_Normed, depth=3)
     pair = Pair(model, planned(model, fate))
     for seed in range(3):
@@ -188,7 +189,7 @@ def test_the_users_own_checkpoints_and_hooks_win(fate: str, how: str) -> None:
                 )
             return self.out(x)
 
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Outer(Inner, depth=3)
     pair = Pair(model, planned(model, fate))
     for seed in range(2):
@@ -207,10 +208,10 @@ def test_the_users_own_checkpoints_and_hooks_win(fate: str, how: str) -> None:
     fate=["recompute", "offload"],
 )
 def test_compiled_blocks(fate: str, is_whole: bool) -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
 
     def build() -> nn.Module:
-        torch.manual_seed(0)
+        seed_torch(0)
         model = Stack(depth=3)
         for i, block in enumerate(model.blocks):
             block.drop = nn.Identity()
@@ -254,7 +255,7 @@ class _Transposed(nn.Module):
 
 
 def test_parameters_in_no_chunk_stay() -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack(_Transposed, depth=3, width=256)
     for seed, ignored in enumerate([None, "blocks.*"]):
         one = copy.deepcopy(model)
@@ -268,7 +269,7 @@ def test_parameters_in_no_chunk_stay() -> None:
 
 
 def test_host_memory_that_is_short_leaves_the_rest_on_the_device() -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack()
     limit = 4 << 20
     pair = Pair(model, replace(planned(model, "offload"), activation_host_bytes=limit))
@@ -282,7 +283,7 @@ def test_host_memory_that_is_short_leaves_the_rest_on_the_device() -> None:
 
 def test_a_limit_of_the_host_counts_for_what_no_plan_foresees() -> None:
     """A rank's part of the host's memory, less what chunks and states take there."""
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack()
     plan = planned(model, "offload")
     assert plan.activation_host_bytes is None
@@ -339,7 +340,7 @@ def test_copies_of_parametrized_blocks_are_copies_alone() -> None:
 
 
 def test_a_limit_between_steps_gives_back_what_activations_took() -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack()
     pair = Pair(model, planned(model, "offload", **PLACEMENTS["resident"]))
     pair.step(0)
@@ -369,14 +370,14 @@ def test_host_memory_is_used_again_and_given_back() -> None:
 
 
 def test_graphs_that_are_kept_and_used_again() -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack(depth=3)
     plain = copy.deepcopy(model)
     module = ElixirModule(model, planned(model, "offload"))
     x = torch.randn(ROWS, 16)
     grads = []
     for one in (plain, module):
-        torch.manual_seed(1)
+        seed_torch(1)
         loss = one(x).square().mean()
         torch.autograd.backward(loss, retain_graph=True)
         torch.autograd.backward(loss)
@@ -389,7 +390,7 @@ def test_graphs_that_are_kept_and_used_again() -> None:
 
 def test_forwards_before_backwards_and_without() -> None:
     """Two graphs at once, one that never gets a backward, and evaluation between."""
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack(depth=3)
 
     def twice(one: Any, x: Tensor) -> Tensor:
@@ -458,7 +459,7 @@ class _Cube(torch.autograd.Function):
 
 @pytest.mark.parametrize("fate", FATES[1:])
 def test_functions_and_tensors_of_other_kinds(fate: str) -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack(_Odd, depth=2)
     pair = Pair(model, planned(model, fate))
     for seed in range(2):
@@ -476,7 +477,7 @@ def test_a_forward_that_raises_leaves_nothing_behind() -> None:
                 raise ValueError("here")
             return y
 
-    torch.manual_seed(0)
+    seed_torch(0)
     for fate in FATES[1:]:
         model = Stack(Failing, depth=3)
         pair = Pair(model, planned(model, fate))
@@ -515,7 +516,7 @@ def test_blocks_that_are_called_one_by_one(fate: str, placement: str, device: to
             model.train()
         return _one_by_one(model, x)
 
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack()
     pair = Pair(model, planned(model, fate, **PLACEMENTS[placement]), device)
     for seed in range(3):
@@ -529,13 +530,13 @@ def test_blocks_that_are_called_one_by_one(fate: str, placement: str, device: to
 
 @pytest.mark.parametrize("fate", FATES)
 def test_a_block_alone_and_a_backward_that_nobody_is_told_of(fate: str) -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack(depth=2)
     plain = copy.deepcopy(model)
     module = ElixirModule(model, planned(model, fate))
     x = torch.randn(ROWS, WIDTH)
     for one in (plain, model):
-        torch.manual_seed(1)
+        seed_torch(1)
         one.blocks[0](x).square().mean().backward()
     found = module.full_grads()
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
@@ -562,7 +563,7 @@ class _Fails(Block):
     fate=FATES[1:],
 )
 def test_a_block_alone_that_raises_leaves_nothing_behind(fate: str, error: BaseException) -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack(_Fails, depth=3)
     pair = Pair(model, planned(model, fate))
     pair.step(0, run=_one_by_one)
@@ -580,7 +581,7 @@ def test_a_block_alone_that_raises_leaves_nothing_behind(fate: str, error: BaseE
 @pytest.mark.parametrize("fate", telling(FATES, "offload", "recompute"))
 def test_another_thread_calls_a_block(fate: str) -> None:
     """While the one that trains is between forward and backward."""
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack(depth=3)
     pair = Pair(model, planned(model, fate))
     x = torch.randn(ROWS, WIDTH)
@@ -602,7 +603,7 @@ def test_another_thread_calls_a_block(fate: str) -> None:
 
 
 def test_a_plan_can_change_what_becomes_of_activations() -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack()
     plan = planned(model, "keep")
     pair = Pair(model, plan)
@@ -652,7 +653,7 @@ class _CachingStack(Stack):
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_caches_are_kept_out_of_blocks(by_name: bool) -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = _CachingStack(by_name)
     pair = Pair(model, planned(model, "recompute"))
     for seed in range(2):
@@ -679,7 +680,7 @@ def test_transformers_own_checkpointing_is_off_where_a_plan_speaks() -> None:
 
 
 def test_copies_know_nothing_of_it() -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack()
     module = ElixirModule(model, planned(model, "recompute"))
     copied = copy.deepcopy(model)
@@ -742,12 +743,12 @@ def test_blocks_are_found_and_named() -> None:
 
 
 def _on_ranks(fate: str, is_one_by_one: bool = False) -> dict[str, Tensor]:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Stack()
     module = ElixirModule(model, planned(model, fate, world_size=2))
     optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.05))
     for seed in range(2):
-        torch.manual_seed(seed)
+        seed_torch(seed)
         x = torch.randn(ROWS, 16)
         optimizer.backward((_one_by_one(module, x) if is_one_by_one else module(x)).square().mean())
         optimizer.step()

@@ -17,6 +17,7 @@ from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
 from tests.helpers.ranks import OPTIONS, STEPS, averaged_plain, sent_up, train_rank
+from tests.helpers.seeds import seed_torch
 from tests.helpers.tiers import crossed, full, telling
 from tests.helpers.zoo import ZOO, make
 
@@ -82,7 +83,7 @@ def routed_batch(step: int, rank: int) -> torch.Tensor:
 
 def train_routed(options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Routed()
     module = ElixirModule(model, make_plan(model, world_size=world_size, **options), device=torch.device("cpu"))
     optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1))
@@ -102,7 +103,7 @@ def train_routed(options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict
 @pytest.mark.parametrize("world_size", telling([2, 3], "3"))
 @pytest.mark.parametrize("options", telling(["cuda", "cpu", "whole", "half_persistent"], "whole"))
 def test_experts_routed_differently_per_rank(options: str, world_size: int) -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Routed()
     # With decay and momentum, so that what is unused would move if it were stepped.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -118,7 +119,7 @@ def test_experts_routed_differently_per_rank(options: str, world_size: int) -> N
 
 def train_in_own_order(rcache_blocks: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Routed()
     plan = make_plan(model, world_size=world_size, placement_policy="cpu", chunk_size=8 * 1024)
     module = ElixirModule(model, replace(plan, rcache_blocks=rcache_blocks), device=torch.device("cpu"))
@@ -139,7 +140,7 @@ def own_order(rank: int) -> list[int]:
 @pytest.mark.parametrize("rcache_blocks", [4, 6])
 def test_experts_in_an_order_of_each_ranks_own(rcache_blocks: int) -> None:
     """The same in every step, so all ranks know what comes next: each something else, of what all need soon."""
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Routed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
@@ -251,7 +252,7 @@ def train_on_meta_ranks() -> dict[str, torch.Tensor]:
             y, _ = self.lstm(x)
             return self.up(y) + self.down(y) + self.shift
 
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Model()
     if rank:
         model = model.to("meta")
@@ -285,7 +286,7 @@ def test_values_from_the_host_arrive_piece_by_piece(name: str) -> None:
 
 def small_ones_between(is_far: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Weights that cannot be sent as they are, in the small gaps between biases that can."""
-    torch.manual_seed(0)
+    seed_torch(0)
     layers = [nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 8)]
     model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -304,9 +305,9 @@ def test_what_cannot_be_sent_is_put_between_what_was() -> None:
 
 def shared_out(usable_bytes: int | None) -> tuple[list[bool], bool]:
     """For every chunk, whether the values of the next one were on their way when its own were shared out."""
-    torch.manual_seed(dist.get_rank())  # those of rank 0 count
+    seed_torch(dist.get_rank())  # those of rank 0 count
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(5)])
-    torch.manual_seed(0)
+    seed_torch(0)
     expected = nn.Sequential(*[nn.Linear(32, 32) for _ in range(5)]).state_dict()
     scattered, found = build.Builder._scattered, list[bool]()
 
@@ -336,7 +337,7 @@ def test_values_of_the_next_chunk_are_collected_ahead_where_there_is_room(usable
 
 def new_table(factors: torch.Tensor, *, is_scaled: bool) -> tuple[ElixirModule, ElixirOptimizer, Any]:
     """16 rows, of which each of two ranks keeps 8; row i of the gradient is `factors[i]`."""
-    torch.manual_seed(0)
+    seed_torch(0)
     model = nn.Embedding(16, 128)
     plan = make_plan(model, world_size=2, placement_policy="cpu")
     module = ElixirModule(model, plan, device=torch.device("cpu"))
@@ -357,7 +358,7 @@ def clipped_to_the_largest() -> tuple[float, torch.Tensor]:
 
 def test_clipping_to_the_largest_gradient_of_any_rank() -> None:
     factors = torch.arange(16.0).unsqueeze(1)
-    torch.manual_seed(0)
+    seed_torch(0)
     plain = nn.Embedding(16, 128)
     (plain(torch.arange(16)) * factors).sum().backward()
     expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type=float("inf")))

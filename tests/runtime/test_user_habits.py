@@ -19,6 +19,7 @@ from lightning_elixir.runtime.reducer import Reducer
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_processes, run_ranks
 from tests.helpers.plans import make_plan
+from tests.helpers.seeds import seed_torch
 from tests.helpers.tiers import crossed
 from tests.helpers.user_access import CPU, PLACEMENTS, RESIDENT, TIGHT, step, wrapped
 from tests.helpers.zoo import ZOO, make
@@ -95,7 +96,7 @@ class Hiding(nn.Sequential):
 
 
 def test_a_bare_backward_that_fails_before_it_is_noticed_leaves_nothing() -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     plain = Hiding(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
     model, x = copy.deepcopy(plain), torch.randn(3, 8)
     module = ElixirModule(model, make_plan(model, placement_policy="cpu", chunk_size=1024), device=CPU)
@@ -136,7 +137,7 @@ def _assign(layer: nn.Module) -> None:
 @pytest.mark.parametrize("is_training", [True, False])
 def test_parameters_that_are_assigned_inside_forward(change: Any, placement: str, is_training: bool) -> None:
     """An error, since the chunk goes on with its own values; and as if it had not been afterwards."""
-    torch.manual_seed(0)
+    seed_torch(0)
     plain = Changing()
     model, x = copy.deepcopy(plain), torch.randn(3, 16)
     module = ElixirModule(model, make_plan(model, placement_policy=placement, chunk_size=2048), device=CPU)
@@ -158,7 +159,7 @@ def test_parameters_that_are_assigned_inside_forward(change: Any, placement: str
 def test_writes_through_data_inside_forward(write: Callable[[Tensor], Any], placement: str) -> None:
     """Where the replica holds the values they count as in plain PyTorch; elsewhere they would be lost, and are an
     error. Reading is none."""
-    torch.manual_seed(0)
+    seed_torch(0)
     plain = Changing()
     model, x = copy.deepcopy(plain), torch.randn(3, 16)
     module = ElixirModule(model, make_plan(model, placement_policy=placement, chunk_size=2048), device=CPU)
@@ -515,7 +516,7 @@ class Extra(nn.Module):
 
 
 def test_extra_state_and_nested_modules() -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = Extra()
     module = ElixirModule(model, make_plan(model, **TIGHT), device=CPU)
     module(torch.zeros(1, 8))
@@ -531,7 +532,7 @@ def test_extra_state_and_nested_modules() -> None:
 
 def statistics_of_ranks() -> Tensor:
     rank = dist.get_rank()
-    torch.manual_seed(0)
+    seed_torch(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     module = ElixirModule(model, make_plan(model, world_size=2, **TIGHT), device=CPU)
     optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -581,7 +582,7 @@ class SelectivelyCheckpointed(nn.Module):
 
 def test_dispatch_modes_see_the_users_operators_alone() -> None:
     """Selective checkpointing counts operators, and raised where the engine's came between."""
-    torch.manual_seed(0)
+    seed_torch(0)
     plain = SelectivelyCheckpointed()
     model = copy.deepcopy(plain)
     plan = replace(make_plan(model, placement_policy="cpu", chunk_size=16 * 1024), rcache_blocks=2)
@@ -605,7 +606,7 @@ def test_dispatch_modes_see_the_users_operators_alone() -> None:
 
 
 def test_clipping_by_value_is_of_gradients_without_the_loss_scale() -> None:
-    torch.manual_seed(0)
+    seed_torch(0)
     plain, model = nn.Linear(8, 4), nn.Linear(8, 4)
     model.load_state_dict(plain.state_dict())
     oracle = torch.optim.SGD(plain.parameters(), lr=0.5)

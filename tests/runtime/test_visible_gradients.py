@@ -18,6 +18,7 @@ from lightning_elixir.runtime.gradients import Gradients
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
+from tests.helpers.seeds import seed_torch
 from tests.helpers.tiers import crossed, telling
 from tests.helpers.training import clip_exactly
 from tests.helpers.visible_gradients import (
@@ -323,7 +324,7 @@ class Noisy(torch.optim.SGD):
     """A user's, which changes gradients in its own step."""
 
     def step(self, closure: Any = None) -> Any:
-        torch.manual_seed(3)
+        seed_torch(3)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -411,7 +412,7 @@ class Parts(nn.Module):
 
 
 def parts() -> Parts:
-    torch.manual_seed(5)
+    seed_torch(5)
     return Parts()
 
 
@@ -891,7 +892,7 @@ def test_no_update_begins_inside_backward_where_what_is_added_can_be_seen() -> N
 
 
 def _linears(world_size: int) -> tuple[nn.Module, ElixirModule]:
-    torch.manual_seed(0)
+    seed_torch(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     plan = make_plan(model, world_size=world_size, placement_policy="cpu", chunk_size=2048)
     return model, ElixirModule(model, plan, device="cpu")
@@ -903,7 +904,7 @@ def _one_rank_keeps_a_gradient(is_kept: bool) -> list[Any]:
     optimizers = [ElixirOptimizer(module, torch.optim.SGD(parameters, lr=0.1)) for parameters in kinds]
     left: list[Any] = []
     for seed in range(2):
-        torch.manual_seed(seed)
+        seed_torch(seed)
         optimizers[0].backward(module(torch.randn(4, 16)).square().mean())
         kept = model[0].bias.grad  # type: ignore[index]
         if not is_kept or dist.get_rank():
@@ -927,7 +928,7 @@ def _write_to_a_clipped_slice(is_written: bool) -> dict[str, Tensor]:
     model, module = _linears(2)
     optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
     for seed in range(2):
-        torch.manual_seed(seed)
+        seed_torch(seed)
         optimizer.backward(module(torch.randn(4, 16)).square().mean())
         if not seed:
             optimizer.grad_norm()  # from now on a step that does not clip computes it

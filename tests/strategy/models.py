@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_elixir._lightning import LightningModule, Trainer, pl
+from lightning_elixir._lightning import LightningModule, Trainer
 from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.seeds import seed_everything, seed_torch
 
 WIDTH = 32
 # One layer (a weight, a bias and a norm, each padded to 512 elements) fits a chunk; a few chunks fit the limit.
@@ -59,7 +60,7 @@ class Net(LightningModule):
         if hasattr(self, "layers"):
             return
         if self.hparams["seed"] is not None:
-            torch.manual_seed(self.hparams["seed"])
+            seed_torch(self.hparams["seed"])
         self.layers = make_layers()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -181,7 +182,7 @@ def fit(
     **options: Any,
 ) -> tuple[Trainer, Net, Run]:
     """Train once from a fixed seed."""
-    pl.seed_everything(11, verbose=False)
+    seed_everything(11)
     model = make_model()
     if isinstance(options.get("callbacks"), type) or callable(options.get("callbacks")):
         options["callbacks"] = options["callbacks"]()
