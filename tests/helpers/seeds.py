@@ -1,5 +1,5 @@
-"""Seeding without what `torch.manual_seed` does beside it: for each kind of device that is not there it notes down where
-it was called, which takes longer than many a test."""
+"""Seeding without what `torch.manual_seed` does beside it: for each kind of device that is not there it notes down
+where it was called, which takes longer than many a test."""
 
 from __future__ import annotations
 

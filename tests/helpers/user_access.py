@@ -15,7 +15,8 @@ from tests.helpers.zoo import ZOO, make
 CPU = torch.device("cpu")
 TIGHT: dict[str, Any] = {"placement_policy": "cpu", "chunk_size": 8 * 1024}
 RESIDENT: dict[str, Any] = {"placement_policy": "cuda", "chunk_size": 8 * 1024}
-PLACEMENTS = pytest.mark.parametrize("options", [TIGHT, RESIDENT], ids=["cpu", "cuda"])
+OPTIONS = [pytest.param(TIGHT, id="cpu"), pytest.param(RESIDENT, id="cuda")]
+PLACEMENTS = pytest.mark.parametrize("options", OPTIONS)
 
 
 def wrapped(

@@ -352,7 +352,7 @@ fp32, bf16 = torch.float32, torch.bfloat16
 @pytest.mark.parametrize("num_parts", telling([1, 3], "3"))
 @pytest.mark.parametrize(
     ("param", "grad", "wide_loads"),
-    [(fp32, bf16, {"ld.global.v4.b32": 3, "ld.global.v2.b32": 1}), (bf16, bf16, {"ld.global.v2.b32": 4})],
+    [(fp32, bf16, {"ld.global.v4.b32": 3, "ld.global.v2.b32": 1}), full(bf16, bf16, {"ld.global.v2.b32": 4})],
 )
 def test_compiled_adam_is_exact_and_vectorised(
     compiler: Compiler, param: torch.dtype, grad: torch.dtype, wide_loads: dict[str, int], num_parts: int

@@ -80,8 +80,9 @@ def test_equals_one_process_with_all_batches(name: str) -> None:
         assert run[3]["evictions"] > 0
 
 
-def test_cut_values_from_the_host_arrive_piece_by_piece() -> None:
-    world, case = CASES["tensor"]
+@pytest.mark.parametrize("name", telling(["tensor", "both"], "tensor"))
+def test_cut_values_from_the_host_arrive_piece_by_piece(name: str) -> None:
+    world, case = CASES[name]
     directly = run_ranks(train_ranks, world, case)
     for (run, pieces), expected in zip(run_ranks(sent_up, world, train_ranks, case), directly, strict=True):
         assert run[:2] == expected[:2]

@@ -198,12 +198,12 @@ def _without(path: Path, key: str) -> str:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda path: path.write_text(path.read_text()[:-100]),
+        full(lambda path: path.write_text(path.read_text()[:-100])),
         full(lambda path: path.write_bytes(b"\xff\xfe\x00")),
         full(lambda path: path.write_text("[1, 2]")),
         lambda path: path.write_text(path.read_text().replace('"schema": 2', '"schema": 99', 2)),
         lambda path: path.write_text(path.read_text().replace('"num_cores": ', '"num_cores": 9')),
-        lambda path: path.write_text(_without(path, "h2d")),
+        full(lambda path: path.write_text(_without(path, "h2d"))),
         lambda path: path.unlink() or path.mkdir(),
     ],
     ids=["cut_off", "not_text", "not_a_profile", "other_schema", "other_machine", "incomplete", "a_folder"],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.wrapper import ElixirModule
 from tests.helpers.plans import make_plan
-from tests.helpers.tiers import telling
+from tests.helpers.tiers import full, telling
 
 HALF = torch.bfloat16
 
@@ -69,19 +69,19 @@ class Derived(nn.Module):
     [
         (lambda m, h: m.layers[0](h.float()), "['layers.0']"),
         (lambda m, h: m.layers[1](h.float()), "[torch.nn.LayerNorm]"),
-        (lambda m, h: m.layers[2](h.float()[None].mT), "['layers.2']"),
+        full(lambda m, h: m.layers[2](h.float()[None].mT), "['layers.2']"),
         (lambda m, h: m.layers[3](h.float()), "['layers.3']"),
-        (lambda m, h: m.rnn(h.float())[0], "['rnn']"),
+        full(lambda m, h: m.rnn(h.float())[0], "['rnn']"),
         (lambda m, h: m.attention(h.float(), h.float(), h.float())[0], "['attention']"),
         (lambda m, h: F.linear(h.float(), m.layers[0].weight), "['layers.0.weight']"),
-        (lambda m, h: h.float() @ m.matrix, "['matrix']"),
+        full(lambda m, h: h.float() @ m.matrix, "['matrix']"),
         (lambda m, h: h.float() @ m.matrix[:, :4], "['matrix']"),
-        (lambda m, h: _helper(h.float(), m.matrix), "['matrix']"),
+        full(lambda m, h: _helper(h.float(), m.matrix), "['matrix']"),
         (lambda m, h: _helper(h.float(), m.matrix.t()), "['matrix']"),
         (_of_torch, "[torch.nn.LayerNorm]"),
         (lambda m, h: torch.slogdet(m.matrix)[1], "['matrix']"),
-        (lambda m, h: torch.linalg.inv(m.matrix), "['matrix']"),
-        (lambda m, h: torch.linalg.svdvals(m.matrix), "['matrix']"),
+        full(lambda m, h: torch.linalg.inv(m.matrix), "['matrix']"),
+        full(lambda m, h: torch.linalg.svdvals(m.matrix), "['matrix']"),
         (lambda m, h: torch.linalg.solve(m.matrix, h.float()[:8]), "['matrix']"),
     ],
 )

@@ -144,7 +144,7 @@ def check_same(seen: Seen, name: str) -> None:
 
 
 @crossed(
-    told=["both-every_site-odd", "clipped-host-third", "scaled-mixed-none", "both-mixed-all"],
+    told=["both-every_site-odd", "clipped-host-third"],
     name=list(PLAIN_HOWS),
     site=["host", "mixed", "every_site"],
     spared=["third", "odd", "none", "all"],

@@ -94,7 +94,7 @@ def untouched() -> dict[str, Tensor]:
 
 
 @crossed(
-    told=["copy_wide-nothing", "exchange_data-whole", "assign_data-read", "swap_data-nothing"],
+    told=["exchange_data-whole", "swap_data-nothing"],
     swap=SWAPS,
     between=BETWEEN,
 )

@@ -73,7 +73,11 @@ def train(model: nn.Module, module: Any, optimizer: Any, steps: int = 2) -> dict
 
 
 @pytest.mark.filterwarnings("ignore")
-@crossed(what=[*DERIVATIVES, *TRACERS], is_wrapped=[True, False])
+@crossed(
+    told=["grad-True", "grad of parameters-False", "jvp-True", "hessian-True", "make_fx-True", "export-True"],
+    what=[*DERIVATIVES, *TRACERS],
+    is_wrapped=[True, False],
+)
 def test_an_error_of_ours_and_training_goes_on(what: str, is_wrapped: bool) -> None:
     model, module, optimizer = wrapped(**TIGHT)
     words = r"torch\.func's grad.*torch\.autograd\.grad.*deepcopy" if what in DERIVATIVES else r"traced.*deepcopy"

@@ -391,7 +391,7 @@ def _ranks(timing: UpdateTiming, site: str, name: str, is_distributed: bool) -> 
 
 
 @crossed(
-    told=["mixed_persistent-UpdateTiming.BEHIND_FORWARD-2", "mixed-UpdateTiming.INSIDE_BACKWARD-3"],
+    told=["mixed_persistent-UpdateTiming.BEHIND_FORWARD-2"],
     case=[
         pytest.param((site, is_distributed), id=site)
         for site, is_distributed in {"every_site": True, "mixed": False, "mixed_persistent": True}.items()

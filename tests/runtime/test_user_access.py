@@ -21,8 +21,8 @@ from lightning_elixir.runtime.hooks import innermost_pack
 from lightning_elixir.runtime.spans import Packing
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.plans import make_plan
-from tests.helpers.tiers import telling
-from tests.helpers.user_access import CPU, PLACEMENTS, RESIDENT, TIGHT, step, wrapped
+from tests.helpers.tiers import crossed, telling
+from tests.helpers.user_access import CPU, OPTIONS, PLACEMENTS, RESIDENT, TIGHT, step, wrapped
 from tests.helpers.zoo import ZOO, make
 
 
@@ -86,8 +86,7 @@ WRITES: list[Callable[[nn.Module], None]] = [
 ]  # fmt: skip
 
 
-@PLACEMENTS
-@pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
+@crossed(write=WRITES, options=OPTIONS)
 def test_writes_between_steps_are_kept(write: Callable[[nn.Module], None], options: dict[str, Any]) -> None:
     plain = make("gpt2")
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)

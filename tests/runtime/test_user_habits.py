@@ -21,12 +21,11 @@ from tests.helpers.dist import run_processes, run_ranks
 from tests.helpers.plans import make_plan
 from tests.helpers.seeds import seed_torch
 from tests.helpers.tiers import crossed
-from tests.helpers.user_access import CPU, PLACEMENTS, RESIDENT, TIGHT, step, wrapped
+from tests.helpers.user_access import CPU, OPTIONS, PLACEMENTS, RESIDENT, TIGHT, step, wrapped
 from tests.helpers.zoo import ZOO, make
 
 
-@PLACEMENTS
-@pytest.mark.parametrize("how", ["module", "model", "part", "inner optimizer", "attribute"])
+@crossed(how=["module", "model", "part", "inner optimizer", "attribute"], options=OPTIONS)
 def test_zero_grad_drops_gradients(options: dict[str, Any], how: str) -> None:
     plain, (model, module, optimizer) = make("gpt2"), wrapped(**options)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)

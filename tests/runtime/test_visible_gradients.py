@@ -47,7 +47,14 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.05, momentum=0.9, foreach=False)
 
 
-@crossed(action=ACTIONS, placement=PLACEMENTS)
+@crossed(
+    told=[
+        *("look-cuda", "scale_in_place-cpu_behind", "assign-cpu", "assign_to_some-cpu", "drop_some-cpu"),
+        *("clip_norm_foreach-cpu", "one_element-cpu"),
+    ],
+    action=ACTIONS,
+    placement=PLACEMENTS,
+)
 def test_what_users_do_to_gradients_counts(action: Any, placement: str) -> None:
     plain = make("gpt2")
     expected = train(plain, plain, sgd(plain.parameters()), action, "gpt2")

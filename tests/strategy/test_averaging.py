@@ -58,7 +58,7 @@ def _assert_same(got: Any, expected: Any) -> None:
     assert [name for name, value in expected.state.items() if not torch.equal(got.state[name], value)] == []
 
 
-@crossed(together=1, kind=CALLBACKS, options=[TIGHT, RESIDENT, {}])
+@crossed(told=[f"ema-{TIGHT}", "swa-{}"], kind=CALLBACKS, options=[TIGHT, RESIDENT, {}])
 def test_lightnings_averages(kind: str, options: dict[str, Any]) -> None:
     theirs, ours = CALLBACKS[kind]
     make_model = BatchNormNet if kind in ("ema", "parameters") else Net

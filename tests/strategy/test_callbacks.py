@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,18 +13,21 @@ from torch import nn
 from lightning_elixir._lightning import pl
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.tiers import telling
+from tests.strategy import models
 from tests.strategy.models import (
     TIGHT,
     LateNet,
     Net,
     assert_close_run,
-    assert_same_as_plain,
     assert_same_run,
-    fit,
+    few_batches,
     make_data,
     make_trainer,
 )
 from tests.strategy.nets import BatchNormNet, GroupsNet, MemoryLogger, ScheduledNet
+
+assert_same_as_plain = functools.partial(models.assert_same_as_plain, train=few_batches)
+fit = functools.partial(models.fit, train=few_batches)
 
 
 @pytest.mark.parametrize("make_model", telling([ScheduledNet, GroupsNet, Net], "GroupsNet"))

@@ -66,7 +66,7 @@ def _uninterrupted(make_model: Callable[[], Net], **options: Any) -> list[float]
     [
         full("tight", "tight"),
         ("tight", "other chunks"),
-        ("tight", "plain"),
+        full("tight", "plain"),
         ("plain", "tight"),
         full("other chunks", "tight"),
     ],

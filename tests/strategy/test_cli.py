@@ -13,6 +13,7 @@ from lightning_elixir._lightning import pl
 from lightning_elixir.plan.hardware import HardwareSpec, save_hardware
 from lightning_elixir.plan.io import save_plan
 from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.tiers import telling
 from tests.strategy.models import CHUNK, Net, fit, make_data
 
 pytest.importorskip("jsonargparse")
@@ -67,7 +68,7 @@ def _cli(arguments: list[str]) -> Any:
     return cli.LightningCLI(Net, Data, args=arguments, seed_everything_default=1)
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("kind", telling(STRATEGIES, "class_path"))
 def test_fit_from_yaml(tmp_path: Path, kind: str) -> None:
     config = tmp_path / "options.yaml"
     config.write_text(f"trainer:{TRAINER}  strategy: {STRATEGIES[kind]}\n")

@@ -83,6 +83,7 @@ def test_norm_clipping_and_its_norm() -> None:
     assert actual.losses == pytest.approx(expected.losses, rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["hybrid", full("mixed"), full("mixed_accumulated")])
 def test_placements_agree(how: str) -> None:
     loops = {
@@ -550,7 +551,9 @@ def _adversaries(strategy: Any) -> Any:
     return losses, states, evictions
 
 
-@pytest.mark.parametrize("strategy", [{**each, "gpu_memory_limit": "128KiB"} for each in (TIGHT, AUTO)], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [{**TIGHT, "gpu_memory_limit": "128KiB"}, full({**AUTO, "gpu_memory_limit": "128KiB"})], ids=str
+)
 def test_two_modules_share_the_memory(strategy: Any) -> None:
     losses, states, evictions = _adversaries(strategy)
     expected_losses, expected_states, _ = _adversaries("auto")

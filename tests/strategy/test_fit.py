@@ -47,9 +47,9 @@ def test_optimizers(optimizer: str) -> None:
         {"placement_policy": "const", "shard_param_frac": 0.5, "offload_optim_frac": 0.5, "offload_param_frac": 0.25},
         full({"placement_policy": "static", "offload_optim_frac": 1.0}),
         full({"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "prefetch": False}),
-        {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "enable_distributed_storage": False},
+        full({"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "enable_distributed_storage": False}),
         {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "use_fused_kernels": "auto", "init_step": True},
-        {"placement_policy": "cpu", "pin_memory": False, "reduce_dtype": "float32"},
+        full({"placement_policy": "cpu", "pin_memory": False, "reduce_dtype": "float32"}),
     ],
 )
 def test_options_change_no_number(options: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,10 @@ from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed, full, telling
-from tests.strategy.models import TIGHT, Block, Net, fit, make_data, make_layers, make_optimizer
+from tests.strategy import models
+from tests.strategy.models import TIGHT, Block, Net, few_batches, make_data, make_layers, make_optimizer
+
+fit = functools.partial(models.fit, train=few_batches)
 
 WIDTH = 32
 
@@ -233,7 +237,7 @@ def _cast_oracle(keep: str, *, has_masters: bool = True) -> tuple[list[float], d
     layer.register_forward_hook(lambda *args: args[2].bfloat16())
     optimizer = torch.optim.AdamW(masters, lr=1e-2, weight_decay=0.01, foreach=False)
     losses = []
-    for x, y in make_data():
+    for x, y in few_batches():
         output = model.layers.head(model.layers.body(x.bfloat16()))
         loss = F.cross_entropy(output.float() if has_masters else output, y)
         loss.backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import io
 import os
@@ -28,17 +29,20 @@ from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import crossed, full, telling
+from tests.strategy import models
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
     Net,
     assert_same_run,
     assert_same_state,
-    fit,
+    few_batches,
     make_data,
     make_layers,
     make_trainer,
 )
+
+fit = functools.partial(models.fit, train=few_batches)
 
 ROOT = Path(__file__).parents[2]
 NAMES = {"elixir", "elixir_auto", "elixir_cpu", "elixir_cuda", "elixir_nvme"}

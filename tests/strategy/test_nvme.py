@@ -33,6 +33,7 @@ from tests.strategy.models import (
     Net,
     assert_same_run,
     assert_same_state,
+    few_batches,
     fit,
     make_data,
     make_layers,
@@ -127,7 +128,7 @@ def test_ways_to_train(options: dict[str, Any], tmp_path: Path) -> None:
 )
 def test_parameters_there_as_well(options: dict[str, Any], tmp_path: Path) -> None:
     for make_model in (Net, FrozenNet, TiedNet):
-        options["val"] = lambda: make_data(8, seed=2)
+        options |= {"train": few_batches, "val": lambda: make_data(8, seed=2)}
         expected = fit(ElixirStrategy(**TIGHT), hybrid(make_model), **options)[2]
         for fraction in (0.4, 1.0):
             strategy = ElixirStrategy(**on_nvme(tmp_path, nvme_offload_param_fraction=fraction))

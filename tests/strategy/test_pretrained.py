@@ -173,6 +173,7 @@ def _on_ranks(make: Any, placement: str, folder: Path, world_size: int, options:
     return run_ranks(_states, world_size, make, placement, folder, world_size, options, init_group=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "placement", "world_size", "precision"),
     [

@@ -190,6 +190,7 @@ def test_other_classes_of_torchao(kind: str, precision: Any) -> None:
         assert_same(actual, trained(ElixirStrategy(**PLACEMENTS["cuda"]), kind, True, precision=precision))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("form", ["full", pytest.param("sharded", marks=pytest.mark.full)])
 def test_saved_and_gone_on_from(form: str) -> None:

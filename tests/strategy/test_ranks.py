@@ -63,6 +63,7 @@ def _assert_equal_to_ddp(
     assert "gpu_memory_limit" not in elixir or actual[0][3] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [

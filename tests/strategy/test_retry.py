@@ -100,9 +100,9 @@ def test_a_second_failure_is_an_error_with_a_cure(phase: str, batches: tuple[int
     [
         (None, "recompute activations (activations='recompute') unless the model does so already, "),
         full({"layers.[01]": "recompute", "layers.2": "keep"}, "recompute activations (activations='recompute'), "),
-        ("recompute", "recompute blocks from inputs in host memory (activations='recompute_offloaded'), "),
+        full("recompute", "recompute blocks from inputs in host memory (activations='recompute_offloaded'), "),
         full("offload", "recompute blocks from inputs in host memory (activations='recompute_offloaded'), "),
-        ("recompute_offloaded", ""),
+        full("recompute_offloaded", ""),
     ],
 )
 def test_the_cure_is_not_what_is_done_already(activations: Any, words: str) -> None:

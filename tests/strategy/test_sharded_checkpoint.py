@@ -53,6 +53,7 @@ def _on_ranks(function: Any, world_size: int, *arguments: Any) -> Any:
     return run_ranks(function, world_size, *arguments[:3], world_size, arguments[3], init_group=False)[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("saved_by", "first", "loaded_by", "second"),
     [
@@ -185,6 +186,7 @@ def _here(function: Any, world_size: int, *arguments: Any, init_group: bool) -> 
 # Others
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("save", [full(save), _save_cut_up])
 def test_plain_torch_reads_it(tmp_path: Path, save: Any) -> None:
@@ -481,10 +483,8 @@ def _change(path: Path, change: str) -> str:
 
 @crossed(
     told=[
-        "missing-nullcontext",
         "short-cut_up",
         "flipped-nullcontext",
-        "no meta-nullcontext",
         "foreign pickle-nullcontext",
     ],
     change=["missing", "short", "flipped", "flipped meta", "no contents", "no meta", "foreign pickle"],

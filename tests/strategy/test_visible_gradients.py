@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,11 @@ from torch import Tensor
 from lightning_elixir._lightning import pl
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.tiers import crossed
-from tests.strategy.models import TIGHT, Net, assert_same_as_plain, fit
+from tests.strategy import models
+from tests.strategy.models import TIGHT, Net, few_batches
+
+assert_same_as_plain = functools.partial(models.assert_same_as_plain, train=few_batches)
+fit = functools.partial(models.fit, train=few_batches)
 
 if module_available("lightning"):
     from lightning.pytorch.utilities import grad_norm
@@ -85,7 +90,7 @@ class Watcher(pl.Callback):
 
 
 @crossed(
-    together=1,
+    told=[f"GuardedNet-{TIGHT}", f"ClippingNet-{TIGHT | {'update_timing': 'behind_forward'}}"],
     make=[GuardedNet, NoisyNet, ClippingNet, NormsNet, ManualNet],
     options=[TIGHT, {}, {**TIGHT, "update_timing": "behind_forward"}],
 )

@@ -72,7 +72,11 @@ def overlapped(case: Case, timing: UpdateTiming) -> Case:
     return replace(case, problem=changed(case.problem, update_timing=timing))
 
 
-@crossed(name=["nominal", "slow host Adam", "streaming is fast"], timing=OVERLAPPED)
+@crossed(
+    told=["slow host Adam-UpdateTiming.INSIDE_BACKWARD", "streaming is fast-UpdateTiming.BEHIND_FORWARD"],
+    name=["nominal", "slow host Adam", "streaming is fast"],
+    timing=OVERLAPPED,
+)
 def test_the_search_finds_the_best_placement_where_updates_overlap(name: str, timing: UpdateTiming) -> None:
     random = Random(name)
     cases = [random_case(random, most_chunks=3, hardware=HARDWARE[name]) for _ in range(10)]
