@@ -322,7 +322,6 @@ def test_every_placement_gives_the_same_bits(tmp_path: Path, options: dict[str, 
         assert all(torch.equal(value, runs["cuda"].state[key]) for key, value in run.state.items()), name
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", telling(["full", "sharded"], "sharded"))
 def test_training_goes_on_with_another_keep_fp32(tmp_path: Path, kind: Any) -> None:
     """Of which the next losses know nothing where autocast casts the weight anyway."""

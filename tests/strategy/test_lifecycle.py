@@ -499,9 +499,8 @@ def test_the_trainers_callbacks_are_the_users() -> None:
     assert all(callbacks == [looking] for callbacks in (*seen, trainer.callbacks))
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*TorchScript")
-@pytest.mark.parametrize("keep", [None, [torch.nn.LayerNorm, "layers.4"]])
+@pytest.mark.parametrize("keep", [None, full([torch.nn.LayerNorm, "layers.4"])])
 def test_torchscript_takes_a_copy(keep: Any) -> None:
     """Also where modules of 16 bits and of fp32 meet, between which hooks cast."""
     options = {} if keep is None else {"precision": "bf16-mixed"}

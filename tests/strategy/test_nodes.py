@@ -122,7 +122,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("nodes", "per_node", "tensor"), telling(LAYOUTS, "two-of-two-tensor"))
 def test_nodes_train_as_one_process_and_share_their_own_memory(nodes: int, per_node: int, tensor: int) -> None:
     plain = Model()

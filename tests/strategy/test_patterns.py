@@ -318,10 +318,10 @@ def by_fabric(tensor: int, expert: int, path: str) -> None:
     fabric.save(path, {"model": model})
 
 
-@pytest.mark.full
-def test_under_fabric(tmp_path: Path) -> None:
-    run_ranks(by_fabric, 4, 2, 2, str(tmp_path / "saved.ckpt"), init_group=False)
-    _, _, expected = train_plain(Case(tensor=2, expert=2), 2)
+@pytest.mark.parametrize("expert", [1, full(2)])
+def test_under_fabric(expert: int, tmp_path: Path) -> None:
+    run_ranks(by_fabric, 2 * expert, 2, expert, str(tmp_path / "saved.ckpt"), init_group=False)
+    _, _, expected = train_plain(Case(tensor=2, expert=expert), expert)
     assert difference(torch.load(tmp_path / "saved.ckpt", weights_only=False)["model"], expected) < CLOSE
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import crossed, telling
 from tests.strategy.models import make_trainer
 
-pytest.importorskip("peft")
-pytest.importorskip("bitsandbytes")
-pytest.importorskip("torchao")
+# To import them takes a second, in every test process.
+for _package in ("peft", "bitsandbytes", "torchao"):
+    if find_spec(_package) is None:
+        pytest.skip(f"{_package} is not installed", allow_module_level=True)
 
 TOKENS = 64
 CHUNK = {"chunk_size": "8KiB"}
