@@ -40,7 +40,7 @@ from lightning_elixir.profiling.stopwatch import Stopwatch
 from lightning_elixir.report.tables import GPU_KINDS
 from tests.helpers.dist import run_ranks
 from tests.helpers.releases import need_experts_in_one_module
-from tests.helpers.tiers import telling
+from tests.helpers.tiers import full, telling
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -791,7 +791,7 @@ def test_options_of_the_strategy_need_its_class(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.usefixtures("_lightning_cli")
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("command", ["fit", full("validate"), full("test"), "predict"])
 def test_training_commands_are_lightning_clis(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([command, "--print_config"])

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import lightning_elixir
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +50,7 @@ def _run(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.full
 def test_import_takes_neither_cuda_nor_optional_packages() -> None:
     code = """
 import sys

@@ -142,7 +142,13 @@ class CpuTracker(TorchDispatchMode):
         self.live_bytes -= self.sizes.pop(key)
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied", "checkpoint", "checkpoint_reentrant", "branching", "odd"])
+@pytest.mark.parametrize(
+    "name",
+    telling(
+        ["mlp", "tied", "checkpoint", "checkpoint_reentrant", "branching", "odd"],
+        *["tied", "checkpoint_reentrant", "branching"],
+    ),
+)
 def test_equal_to_a_real_run_on_the_cpu(name: str) -> None:
     model = make(name)
     with CpuTracker([*model.parameters(), *model.buffers()]) as tracker:

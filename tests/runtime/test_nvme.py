@@ -116,7 +116,7 @@ def test_two_engines_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 # What goes over the disk
 
 
-@pytest.mark.parametrize(("name", "each"), [("bf16", 12), ("fp32", 8), ("bf16_true", 4)])
+@pytest.mark.parametrize(("name", "each"), [("bf16", 12), full("fp32", 8), full("bf16_true", 4)])
 def test_bytes_of_a_step(name: str, each: int) -> None:
     """12 a parameter, up and down, padding included; 8 without a master. The first step finds zeros and reads none."""
     module, optimizer = new_training(HOWS[name])

@@ -70,7 +70,9 @@ def test_same_as_plain(how: str) -> None:
     _assert_same(train(strategy, loop), train("auto", loop))
 
 
-@pytest.mark.parametrize("strategy", ["elixir", full("elixir_cpu"), AUTO, full({"placement_policy": "cuda"})], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [full("elixir"), full("elixir_cpu"), AUTO, full({"placement_policy": "cuda"})], ids=str
+)
 def test_policies(strategy: Any) -> None:
     _assert_same(train(strategy), train("auto"), is_tight=strategy is AUTO)
 

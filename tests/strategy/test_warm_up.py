@@ -347,8 +347,8 @@ def test_steps_with_several_batches_are_waited_for(
     "options",
     [
         {"gpu_memory_limit": "8MiB"},
-        {"placement_policy": "cpu", "gpu_memory_limit": "96KiB"},
-        {"placement_policy": "const", "offload_optim_frac": 1.0},
+        full({"placement_policy": "cpu", "gpu_memory_limit": "96KiB"}),
+        full({"placement_policy": "const", "offload_optim_frac": 1.0}),
         {},
     ],
     ids=str,
