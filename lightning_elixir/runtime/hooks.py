@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -82,7 +83,8 @@ Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 class _OwnCall:
     """In the place of a module's call: reports the forward around what `module.compile()` has made, which runs the
     module's hooks in compiled code; has an `Around` decide how the whole call runs, hooks included; and reports the
-    begin of a covered forward, in less time than a hook takes. Copies of the module have no such calls."""
+    begin of a covered forward, in less time than a hook takes. Copies of the module have no such calls; in those that
+    are made of its `__dict__`, as torch's replicas and meta-learning's clones are, it does nothing."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -95,6 +97,10 @@ class _OwnCall:
         vars(module)[_CALL] = self  # not by its name: what `torch.compile(module)` gives would pass that on
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_locals.get("self")  # what torch's own `__call__` is run for: nothing else tells
+        if caller is not self._module and isinstance(caller, nn.Module) and vars(caller).get(_CALL) is self:
+            call = caller._call_impl if self.compiled is None else self.compiled
+            return call(*args, **kwargs)
         if self.around is not None:
             return self.around(self._run, args, kwargs)
         return self._run(*args, **kwargs)

@@ -305,6 +305,22 @@ def test_copies_are_left_alone(training: Training) -> None:
     training.step()
 
 
+def clone_of(module: nn.Module) -> nn.Module:
+    """As meta-learning's libraries make them, and torch its replicas."""
+    clone: nn.Module = module.__new__(type(module))
+    vars(clone).update(vars(module))
+    clone._parameters = {name: None if p is None else 2 * p.detach() for name, p in module._parameters.items()}
+    clone._modules = {name: None if part is None else clone_of(part) for name, part in module._modules.items()}
+    return clone
+
+
+def test_clones_run_by_their_own_parameters(training: Training) -> None:
+    training.step()
+    x = torch.randn(3, WIDTH)
+    assert torch.equal(clone_of(training.net)(x), clone_of(training.plain)(x))
+    training.step()
+
+
 def test_a_part_that_is_called_by_itself_before_and_after_a_replan(training: Training) -> None:
     for _ in range(2):
         training.step()
