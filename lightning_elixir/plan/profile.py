@@ -226,12 +226,15 @@ class StepProfile:
         return sum(i.compute_s for i in self.intervals)
 
     def of_first_chunks(self, count: int) -> StepProfile:
-        """The same without the gradients of chunks beyond so many."""
-        if all(chunk < count for interval in self.intervals for chunk in interval.grads):
+        """The same without what is done with chunks beyond so many."""
+        of_others = any(chunk >= count for event in self.trace.events for chunk in event.ids)
+        if not of_others and all(chunk < count for interval in self.intervals for chunk in interval.grads):
             return self
+        # An access of such chunks alone stays, as one of none: there is an interval after each.
+        events = tuple(replace(e, ids=tuple(chunk for chunk in e.ids if chunk < count)) for e in self.trace.events)
         kept = (tuple(chunk for chunk in interval.grads if chunk < count) for interval in self.intervals)
         intervals = tuple(replace(one, grads=grads) for one, grads in zip(self.intervals, kept, strict=True))
-        return replace(self, intervals=intervals)
+        return replace(self, trace=AccessTrace(events), intervals=intervals)
 
     def with_margin(self, block_bytes: int, *, is_certain: bool = True) -> StepProfile:
         """The same with what the device's allocator cannot use, and what later batches may take more.

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_elixir.plan.packing import pack
 from lightning_elixir.plan.profile import MemoryProfile, ProfileInterval, StepInterval, StepProfile, step_profile
-from lightning_elixir.plan.types import Acquire, Drop
+from lightning_elixir.plan.types import AccessTrace, Acquire, Drop
 from tests.plan.models import spec
 from tests.plan.problems import constant_hardware
 from tests.plan.traces import unpinned
@@ -90,6 +90,16 @@ def test_what_no_chunk_holds_is_left_out() -> None:
     )
     assert profile.trace.events == (Acquire((0,), is_pinned=True), Drop((0,)))
     assert profile.intervals == (StepInterval(0.0, 0), StepInterval(3e-3, 9, (0,), False))
+
+
+def test_of_the_first_chunks_there_are_no_others() -> None:
+    """There is still one interval after each access."""
+    events = (Acquire((0, 2), is_pinned=True), Drop((0, 2)), Acquire((2,), is_pinned=False, held=(0,)))
+    intervals = (StepInterval(0.0, 0), StepInterval(1.0, 9), StepInterval(2.0, 9, (2, 0)))
+    profile = StepProfile(AccessTrace(events), intervals).of_first_chunks(2)
+    assert profile.trace.events == (Acquire((0,), is_pinned=True), Drop((0,)), Acquire((), is_pinned=False, held=(0,)))
+    assert profile.intervals == (*intervals[:2], StepInterval(2.0, 9, (0,)))
+    assert profile.trace.in_use() == {frozenset((0,))}
 
 
 def test_a_chunk_with_an_unused_parameter_is_complete_at_the_end() -> None:
