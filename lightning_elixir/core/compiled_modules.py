@@ -127,7 +127,7 @@ def _pattern_of(module: nn.Module) -> Any:
 
 def _compiled_forward_of(module: nn.Module) -> Any:
     """None where it is not compiled: Lightning puts another one in the place of its module's in every step."""
-    forward = module.__dict__["forward"] if "forward" in module.__dict__ else type(module).forward
+    forward = _forward_of(module) if "forward" in module.__dict__ else type(module).forward  # asked in every step
     return forward if hasattr(forward, _ORIGINAL) and hasattr(forward, _CONFIG) else None
 
 
