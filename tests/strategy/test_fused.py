@@ -152,7 +152,7 @@ def _on_ranks() -> list[float]:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    strategy = ElixirStrategy(**TIGHT, use_fused_kernels=True)
+    strategy = ElixirStrategy(**TIGHT | {"gpu_memory_limit": "190KiB"}, use_fused_kernels=True)
     trainer = Trainer(
         accelerator="cpu", devices=2, max_epochs=1, strategy=strategy, use_distributed_sampler=False, **quiet
     )

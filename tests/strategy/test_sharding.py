@@ -98,7 +98,7 @@ def run(
     return trainer
 
 
-TIGHT = {"placement_policy": "cpu", "chunk_size": "4KiB", "gpu_memory_limit": "48KiB"}
+TIGHT = {"placement_policy": "cpu", "chunk_size": "4KiB", "gpu_memory_limit": "56KiB"}
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # Of the model, of the strategy, of the Trainer
     "clipped": ({"frozen": 4}, {}, {"gradient_clip_val": 0.02, "accumulate_grad_batches": 2}),
