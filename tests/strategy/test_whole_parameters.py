@@ -86,6 +86,8 @@ class InTorchaos8Bits(WithAdafactor):
     tight: dict[str, Any] = {**TIGHT, "gpu_memory_limit": "41KiB"}
 
     def __init__(self) -> None:
+        import torchao.optim  # noqa: F401  # before a checkpoint with its tensors is read
+
         super().__init__()
         self.net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
 
