@@ -392,9 +392,8 @@ class CudaDevice:
 
 def _have_segments_expand(device: torch.device) -> None:
     """Have torch's allocator, which is one for the process, grow its segments page by page, unless the environment says
-    otherwise. A plan fills the device to the last gigabytes, and with segments of fixed sizes there were
-    up to 5 GiB in gaps that no tensor fitted into (experts of 768 MiB, two H200s; 0 to 3 GiB, all of it between
-    tensors that come and go, with segments that grow)."""
+    otherwise. A plan fills the device to the last gigabytes. With segments of fixed sizes, up to 5 GiB lay in gaps that
+    no tensor fitted into (experts of 768 MiB, two H200s); with segments that grow, 2 GiB at the peak."""
     chosen = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""  # torch's own
     if torch.version.cuda is None or "expandable_segments" in chosen:
         return

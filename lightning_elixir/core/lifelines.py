@@ -1,10 +1,11 @@
 """Idle connections to the other hosts: they break when one of these vanishes.
 
 [Note: hosts that vanish] A process that is killed has its connections closed by the system. A host without power or
-network closes nothing: who waits for a message from it waits for ever, and what was under way to it is sent again for a
-quarter of an hour. So each rank has a connection to the first rank of each other host, over which nothing is sent, and
-has the system look now and then whether the other end is there (`SO_KEEPALIVE`). The other host's system answers, not
-its process: so one that computes, is stopped, swapped, in a debugger, or holds the GIL in a long call is there.
+network closes nothing: a rank that waits for a message from it waits for ever, and what was under way to it is sent
+again for a quarter of an hour. So each rank has a connection to the first rank of each other host, over which nothing
+is sent, and has the system look now and then whether the other end is there (`SO_KEEPALIVE`). The other host's system
+answers, not its process: so one that computes, is stopped, swapped, in a debugger, or holds the GIL in a long call is
+there.
 
 Unanswered questions are counted, not seconds (as `TCP_USER_TIMEOUT` would): a virtual machine that was paused itself
 does not take the others for lost when it goes on.
@@ -60,7 +61,7 @@ class Door(NamedTuple):
     """All by which this host is reached; it waits at the first."""
     port: int
     token: bytes
-    """What those say who may come in."""
+    """What a rank that connects has to send first."""
 
 
 def hosts_of(processes: Sequence[Process]) -> dict[str, list[int]]:
@@ -241,7 +242,7 @@ def plain_address(address: str) -> str:
 
 
 def _connect(doors: Mapping[str, Door], failed: dict[str, str]) -> dict[str, socket.socket]:
-    """Go to the doors of other hosts, to all at the same time, and say there who comes."""
+    """Go to the doors of other hosts, to all at the same time, and say there which rank comes."""
     ends: dict[str, socket.socket] = {}
     for host, door in doors.items():
         try:
@@ -328,7 +329,7 @@ def end_connections(addresses: Collection[str]) -> None:
     try:
         numbers = [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:
-        return  # who waits for our own messages looks into `lost`
+        return  # waits for messages of ours look into `lost` by themselves
     for number in numbers:
         with suppress(OSError):  # closed meanwhile, no socket, or not connected
             _end_if_to(number, addresses)

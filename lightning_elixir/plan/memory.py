@@ -46,7 +46,8 @@ MOST_RESERVED_PART = 4
 
 
 def num_grad_blocks(chunks: Iterable[ChunkSpec]) -> int:
-    """How many such blocks there are at the most, where there are as many chunks."""
+    """How many such blocks a rank has by itself, where there are as many chunks; for what several add, see
+    `Scheme.grad_block_bytes`."""
     return GRAD_BLOCKS + max(0, len({c.dtype for c in chunks if c.requires_grad}) - 1)
 
 

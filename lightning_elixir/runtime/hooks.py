@@ -348,7 +348,7 @@ class SavedTensors:
         at = offset if dtype is chunk.dtype else offset * dtype.itemsize // chunk.dtype.itemsize
         index = chunk.member_at(at)
         member = chunk.parameters[index]
-        version = member._version if type(member) in _PLAIN else _version_of(member)
+        version = _version_of(member)
         return _new(PackedTensor, (chunk, tensor.size(), tensor.stride(), offset, dtype, index, version))
 
     def unpacked(self, packed: PackedTensor | PackedShell) -> Tensor:
@@ -387,7 +387,7 @@ class SavedTensors:
         tensor: Tensor = packed
         if kind is _Kept:
             tensor = packed.tensor
-            if (tensor._version if type(tensor) in _PLAIN else _version_of(tensor)) != packed.version:
+            if _version_of(tensor) != packed.version:
                 raise RuntimeError(_overwritten(packed))
         elif kind is PackedTensor:
             tensor = self._need(packed.chunk, _made, packed)
@@ -465,7 +465,7 @@ def _made(packed: PackedTensor) -> Tensor:
     """The tensor again, over elements that are there."""
     chunk = packed.chunk
     member = chunk.parameters[packed.member]
-    version = member._version if type(member) in _PLAIN else _version_of(member)
+    version = _version_of(member)
     if version != packed.version:
         raise RuntimeError(_updated(packed, version))
     if packed.dtype is not chunk.dtype:

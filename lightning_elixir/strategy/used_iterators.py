@@ -42,7 +42,8 @@ def held_iterators(model: nn.Module, data: Any) -> list[Any]:
 
 
 def _found_from(todo: list[Any], seen: dict[int, Any]) -> list[Any]:
-    """
+    """Iterators that can be reached from values of the user's.
+
     Args:
         todo: Where to begin.
         seen: What is left out, by `id`.

@@ -131,6 +131,16 @@ TENSOR: dict[str | type, ParallelPattern] = {
     "*.first": Sequence(),
 }
 EXPERT: dict[str | type, ParallelPattern] = {"*.experts": Expert()}
+# Between `Row` and `Column` every rank has its part of the sequence alone.
+IN_PARTS: dict[str | type, ParallelPattern] = {
+    "*.attention.[qkv]": Column(),
+    "*.attention.o": Row(),
+    "*.second": Sequence(gathers=False),
+    "*.feed.up": Column(sequence_dim=1),
+    "*.feed.down": Row(),
+    "norm": Sequence(),
+    "head": Column(gathers=True),
+}
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ from torch._dynamo.utils import counters
 
 from lightning_elixir.core.compiled_modules import compiled_regions, uncompiled_name
 from lightning_elixir.errors import PlanError
-from lightning_elixir.patterns import Column, Expert, ParallelPattern, Row, Sequence
+from lightning_elixir.patterns import Column, Expert, ParallelPattern, Row
 from lightning_elixir.patterns.apply import pattern_forwards, put_in, take_out
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.patterns import (
     EXPERT,
+    IN_PARTS,
     TENSOR,
     TOKENS,
     WIDTH,
@@ -78,15 +79,7 @@ class InParts(Compiled):
 
     @property
     def patterns(self) -> dict[str | type, ParallelPattern]:
-        return {
-            "*.attention.[qkv]": Column(),
-            "*.attention.o": Row(),
-            "*.second": Sequence(gathers=False),
-            "*.feed.up": Column(sequence_dim=1),
-            "*.feed.down": Row(),
-            "norm": Sequence(),
-            "head": Column(gathers=True),
-        }
+        return IN_PARTS
 
 
 DENSE = {"is_mixture": False}

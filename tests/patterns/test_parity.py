@@ -27,7 +27,7 @@ from lightning_elixir.runtime.averages import Averages
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.once import computed_once
-from tests.helpers.patterns import Case, Language, difference, train_plain, train_ranks
+from tests.helpers.patterns import IN_PARTS, Case, Language, difference, train_plain, train_ranks
 from tests.helpers.plans import make_plan
 from tests.helpers.ranks import sent_up
 from tests.helpers.tiers import telling
@@ -148,15 +148,7 @@ class InParts(Case):
 
     @property
     def patterns(self) -> dict[Any, Any]:
-        return {
-            "*.attention.[qkv]": Column(),
-            "*.attention.o": Row(),
-            "*.second": Sequence(gathers=False),
-            "*.feed.up": Column(sequence_dim=1),
-            "*.feed.down": Row(),
-            "norm": Sequence(),
-            "head": Column(gathers=True),
-        }
+        return IN_PARTS
 
 
 def test_sequences_in_parts() -> None:
