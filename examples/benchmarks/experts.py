@@ -71,6 +71,8 @@ class ExpertsJob:
     warmup: int
     steps: int
     routing: str = "balanced"
+    fused: bool = False
+    """Whether fused operators are swapped into the models of this package."""
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -257,7 +259,9 @@ def run_elixir(job: ExpertsJob, result: Path) -> None:
         torch.cuda.set_per_process_memory_fraction(job.gpu_limit / torch.cuda.mem_get_info()[1])
     marks = Marks(job, device)
     strategy = ElixirStrategy(
-        expert_parallel_size=job.ranks if job.system == "experts" else 1, gpu_memory_limit=job.gpu_limit
+        expert_parallel_size=job.ranks if job.system == "experts" else 1,
+        gpu_memory_limit=job.gpu_limit,
+        use_fused_kernels=job.fused,
     )
     trainer = pl.Trainer(
         strategy=strategy,
@@ -342,6 +346,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpu-limit", type=parse_size, help="of each GPU, for this package; FSDP2 has the whole card")
     parser.add_argument("--routing", choices=("balanced", "drawn"), default="balanced")
+    parser.add_argument("--fused", action="store_true", help="use_fused_kernels=True: sharded and dense")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--case-s", type=float, default=240.0, help="longest time of one case")
@@ -369,6 +374,7 @@ def main() -> None:
                 arguments.warmup,
                 arguments.steps,
                 arguments.routing,
+                arguments.fused,
             )
             left_s = arguments.budget_s - (time.monotonic() - begin_s)
             if left_s <= 0:

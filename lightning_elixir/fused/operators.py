@@ -18,6 +18,9 @@ NormKind = Literal["llama", "gemma"]
 fp32, times one plus the weight, then rounded."""
 Gate = Literal["silu", "gelu_tanh"]
 
+_MOST_COLUMNS = 65536
+"""Of a row, for the kernels of `liger`."""
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
     """`x / rms(x)` over the last dimension, times the weight.
@@ -93,6 +96,13 @@ def gated_product(gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
     return product
 
 
+def _part_of_row(width: int) -> int:
+    """Columns for a kernel that goes element by element and takes a whole row at once: as many parts as it needs."""
+    while width > _MOST_COLUMNS and width % 2 == 0:
+        width //= 2
+    return width
+
+
 def activation(x: Tensor, kind: Gate) -> Tensor:
     """The activation by itself."""
     return F.silu(x) if kind == "silu" else F.gelu(x, approximate="tanh")
@@ -105,6 +115,9 @@ class _GatedProduct(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
         ctx.kind = kind
         kernels = liger.kernels_for(gate, up) if gate.dtype is not torch.float64 else None
+        ctx.width = _part_of_row(gate.shape[-1])
+        if ctx.width > _MOST_COLUMNS:
+            kernels = None
         ctx.kernels, ctx.is_foreseen = kernels, liger.foresees(gate, up) and gate.dtype is not torch.float64
         if ctx.is_foreseen:
             ctx.save_for_backward(gate, up)
@@ -115,8 +128,8 @@ class _GatedProduct(torch.autograd.Function):
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         forward = kernels.silu_forward if kind == "silu" else kernels.gelu_forward
-        product: Tensor = forward(gate, up)[2]
-        return product
+        product: Tensor = forward(gate.view(-1, ctx.width), up.view(-1, ctx.width))[2]
+        return product.view(gate.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -125,8 +138,9 @@ class _GatedProduct(torch.autograd.Function):
         if ctx.kernels is not None:
             backward = ctx.kernels.silu_backward if ctx.kind == "silu" else ctx.kernels.gelu_backward
             # The kernel writes over its operands, which users may have kept, or a second backward may need.
-            of_gate, of_up = backward(gate.clone(), up.clone(), grad.contiguous())
-            return of_gate, of_up, None
+            parts = (t.view(-1, ctx.width) for t in (gate.clone(), up.clone(), grad.contiguous()))
+            of_gate, of_up = backward(*parts)
+            return of_gate.view(gate.shape), of_up.view(up.shape), None
         if ctx.is_foreseen:
             return gate.clone().mul_(grad), up.clone().mul_(grad), None
         aten = torch.ops.aten

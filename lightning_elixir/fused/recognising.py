@@ -12,9 +12,11 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from lightning_elixir.fused.mixtures import mixture
 from lightning_elixir.fused.operators import Gate, NormKind, activation, rms_norm_by_torch
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_epsilon")
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -53,15 +55,7 @@ def gate_of(module: nn.Module) -> Gate | None:
     if set(module._modules) != _GATED or module._parameters or module._buffers:
         return None
     act = module._modules["act_fn"]
-    if act is None or list(act.parameters()) or any(vars(act).get(name) for name in _HOOKS):
-        return None
-    line = torch.linspace(-6, 6, 101)
-    with torch.no_grad():
-        try:
-            values = act(line)
-        except Exception:  # it takes something else
-            return None
-    kind = next((kind for kind in get_args(Gate) if _is_same(values, activation(line, kind), 1e-6)), None)
+    kind = _activation_of(act)
     if kind is None:
         return None
     generator = torch.Generator().manual_seed(0)
@@ -79,6 +73,48 @@ def gate_of(module: nn.Module) -> Gate | None:
         except Exception:
             return None
         ours = layers["down_proj"](activation(layers["gate_proj"](x), kind) * layers["up_proj"](x))
+    return kind if _is_same(theirs, ours, 1e-5) else None
+
+
+def _activation_of(act: Any) -> Gate | None:
+    if not isinstance(act, nn.Module) or list(act.parameters()) or any(vars(act).get(name) for name in _HOOKS):
+        return None
+    line = torch.linspace(-6, 6, 101)
+    with torch.no_grad():
+        try:
+            values = act(line)
+        except Exception:  # it takes something else
+            return None
+    return next((kind for kind in get_args(Gate) if _is_same(values, activation(line, kind), 1e-6)), None)
+
+
+def mixture_of(module: nn.Module) -> Gate | None:
+    """The activation of a module that computes `mixtures.mixture` with its `gate_up_proj` and `down_proj`, given
+    (tokens, numbers of experts, weights); None: the module is something else."""
+    own = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
+    if len(module._parameters) != 2 or module._buffers or any(p is None or p.dim() != 3 for p in own):
+        return None
+    act = module._modules.get("act_fn")
+    kind = _activation_of(act)
+    if kind is None or len(module._modules) != 1:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    gate_up, down = (torch.randn(shape, generator=generator) for shape in ((3, 16, 8), (3, 8, 8)))
+    small = {"gate_up_proj": gate_up, "down_proj": down}
+    probe = twin(
+        module,
+        parameters={name: nn.Parameter(value, requires_grad=False) for name, value in small.items()},
+        modules={"act_fn": act},
+    )
+    vars(probe).update({name: 3 for name in _COUNTS if name in vars(module)})
+    tokens, weights = torch.randn(4, 8, generator=generator), torch.rand(4, 2, generator=generator)
+    numbers = torch.tensor([[0, 2], [2, 0], [2, 0], [0, 2]])  # one gets no tokens
+    with torch.no_grad():
+        try:
+            theirs = type(module).forward(probe, tokens, numbers, weights)
+        except Exception:
+            return None
+        ours = mixture(tokens, numbers, weights, gate_up, down, kind)
     return kind if _is_same(theirs, ours, 1e-5) else None
 
 

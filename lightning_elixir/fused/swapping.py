@@ -18,21 +18,23 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.core.functions import copy_of, held_by
 from lightning_elixir.core.module_hooks import has_own_forward, own_forward
 from lightning_elixir.errors import PlanError
 from lightning_elixir.fused import heads, liger
+from lightning_elixir.fused.mixtures import mixture
 from lightning_elixir.fused.operators import Gate, NormKind, gated_product, rms_norm, rope
-from lightning_elixir.fused.recognising import gate_of, is_rope, norm_formula
+from lightning_elixir.fused.recognising import gate_of, is_rope, mixture_of, norm_formula
 
 log = logging.getLogger(__name__)
 
 FusedChoice = bool | Literal["auto"]
 
 _LOSS, _NORM, _GATED, _ROPE = "linear cross-entropy", "RMS norm", "gated product", "rotary embedding"
+_MIXTURE = "experts of a mixture"
 _ROPE_NAME = "apply_rotary_pos_emb"
 
 
@@ -156,6 +158,10 @@ def _swap(module: nn.Module, swapped: Swapped, *, has_kernels: bool) -> None:
     if gate is not None:
         swapped.add(_GATED, module, _gated_forward(own, gate))
         return
+    gate = mixture_of(module)
+    if gate is not None:
+        swapped.add(_MIXTURE, module, _mixture_forward(own, gate))
+        return
     turned = _with_rope(own) if has_kernels else None
     if turned is not None:
         swapped.add(_ROPE, module, turned)
@@ -192,6 +198,18 @@ def _gated_forward(own: Callable[..., Any], kind: Gate) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return own(self, x)
         return self.down_proj(gated_product(self.gate_proj(x), self.up_proj(x), kind))
+
+    return own_forward(forward)
+
+
+def _mixture_forward(own: Callable[..., Any], kind: Gate) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_usual = len(args) == 3 and not kwargs and all(type(x) in (Tensor, FakeTensor) and x.dim() == 2 for x in args)
+        if not is_usual or not args[0].shape[0] or torch.compiler.is_compiling():
+            return own(self, *args, **kwargs)
+        tokens, numbers, weights = args
+        return mixture(tokens, numbers, weights, self.gate_up_proj, self.down_proj, kind)
 
     return own_forward(forward)
 
@@ -249,7 +267,8 @@ def _tell(swapped: Swapped, model: nn.Module, choice: FusedChoice, device: torch
 
 def _reasons(swapped: Swapped) -> str:
     return "; ".join(swapped.left) or (
-        "it has no RMS norm, no MLP of gate_proj, up_proj and down_proj, and no loss of transformers' language models"
+        "it has no RMS norm, no MLP of gate_proj, up_proj and down_proj, no experts of gate_up_proj and down_proj, and"
+        " no loss of transformers' language models"
     )
 
 

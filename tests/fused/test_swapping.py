@@ -28,6 +28,7 @@ COUNTS = {
     "gpt2": {"linear cross-entropy": 1},
     "granite": {"RMS norm": 5, "gated product": 2, "linear cross-entropy": 1},
     "cohere": {"gated product": 2, "linear cross-entropy": 1},
+    "qwen3_moe": {"RMS norm": 9, "experts of a mixture": 2, "linear cross-entropy": 1},
 }
 
 

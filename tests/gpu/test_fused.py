@@ -40,7 +40,7 @@ def test_gradients_are_no_further_from_the_truth_than_plain(family: str, precisi
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "llama_tied"])
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3_moe"])
 def test_training_with_chunks_that_move(family: str, dtype: torch.dtype) -> None:
     losses, _ = train_fused_plain(make_lm(family), 4, dtype, "cuda")
     ours, module = train_fused_elixir(make_lm(family), 4, dtype, "cuda", chunk_size=8 * 1024)

@@ -29,7 +29,7 @@ def _same(model: Any, plain: Any, **options: Any) -> None:
     assert all("forward" not in vars(m) for m in model.modules())
 
 
-@pytest.mark.parametrize("family", telling(FAMILIES, "llama_tied", "qwen3"))
+@pytest.mark.parametrize("family", telling(FAMILIES, "llama_tied", "qwen3", "qwen3_moe"))
 def test_bits(family: str) -> None:
     _same(make_lm(family), make_lm(family))
 
