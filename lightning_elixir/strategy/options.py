@@ -162,9 +162,9 @@ class StrategyOptions(Processes):
             reduce_dtype: "float32", "bfloat16" or "float16": dtype in which gradients are reduced. Default: their own.
             use_fused_kernels: True: swap fused operators in for the model's own: the loss of transformers' language
                 models with their last layer, so that logits are never all in memory, RMS norms, gated MLPs (SwiGLU,
-                GeGLU), experts of mixtures, and, with kernels, rotary embeddings. By the kernels of `liger-kernel` where that is installed,
-                on a GPU; by torch's operators elsewhere. No number changes beyond rounding. The log has a table.
-                "auto": where there are any; with True a model that has none is an error.
+                GeGLU), experts of mixtures, and, with kernels, rotary embeddings. By the kernels of `liger-kernel`
+                where that is installed, on a GPU; by torch's operators elsewhere. No number changes beyond rounding.
+                The log has a table. "auto": where there are any; with True a model that has none is an error.
             tensor_parallel_size: Ranks between which single layers are cut; they have the same batch. What is cut, and
                 how, say `patterns`, torch's `parallelize_module` in `configure_model`, or else the model's own
                 `tp_plan` (transformers). "auto": the size with the shortest predicted time for the same samples, of
