@@ -15,8 +15,10 @@ four layers 48 of 128 get none, and one rank 1.4 times its share); those of a mo
 loss. So experts are chosen in turn here, unless `--routing drawn` is given.
 
 Every case is a run of `--ranks` processes of its own, which is ended after `--case-s` seconds; `--budget-s` bounds all.
-Tokens are those of one rank in a step, in sequences of `--seq`; steps are timed from mark to mark, the median after
-`--warmup`. The result has tokens a second of all ranks together, and how many times the dense model's that is.
+Tokens are those of one rank in a micro-batch, in sequences of `--seq`, and `--accumulate` of those make a step; steps
+are timed from mark to mark, the median after `--warmup`. `--fused` gives this package's systems
+`use_fused_kernels=True`. The result has tokens a second of all ranks together, and how many times the dense model's
+that is.
 """
 
 from __future__ import annotations
@@ -73,6 +75,8 @@ class ExpertsJob:
     routing: str = "balanced"
     fused: bool = False
     """Whether fused operators are swapped into the models of this package."""
+    micro_batches: int = 1
+    """Of `tokens` each, whose gradients are added up for a step."""
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -207,7 +211,7 @@ class Marks:
         spans = [b - a for a, b in zip(self._at, self._at[1:], strict=False)][self._job.warmup - 1 :]
         step_s = statistics.median(spans)
         peak = torch.cuda.max_memory_allocated() if self._device.type == "cuda" else None
-        tokens_per_s = self._job.tokens * self._job.ranks / step_s
+        tokens_per_s = self._job.tokens * self._job.micro_batches * self._job.ranks / step_s
         return {
             "step_s": step_s,
             "tokens_per_s": tokens_per_s,
@@ -244,13 +248,14 @@ def run_elixir(job: ExpertsJob, result: Path) -> None:
             return loss_of(self.net, batch)
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            marks.note(outputs["loss"])
+            if (batch_idx + 1) % job.micro_batches == 0:
+                marks.note(outputs["loss"] * job.micro_batches)
 
         def configure_optimizers(self) -> Any:
             return HybridAdam(self.parameters(), lr=1e-5)
 
         def train_dataloader(self) -> Any:
-            count = job.warmup + job.steps
+            count = (job.warmup + job.steps) * job.micro_batches
             batches: Any = [batch_of(job, step, self.global_rank) for step in range(count)]
             return DataLoader(batches, batch_size=None)
 
@@ -268,6 +273,7 @@ def run_elixir(job: ExpertsJob, result: Path) -> None:
         accelerator=job.device,
         devices=job.ranks,
         precision="bf16-mixed",
+        accumulate_grad_batches=job.micro_batches,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -311,8 +317,10 @@ def run_fsdp2(job: ExpertsJob, result: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=job.device == "cuda")
     marks = Marks(job, device)
     for step in range(job.warmup + job.steps):
-        loss = loss_of(model, batch_of(job, step, rank).to(device))
-        loss.backward()
+        for index in range(job.micro_batches):
+            model.set_requires_gradient_sync(index == job.micro_batches - 1)
+            loss = loss_of(model, batch_of(job, step * job.micro_batches + index, rank).to(device))
+            (loss / job.micro_batches).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         marks.note(loss.detach())
@@ -347,6 +355,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--gpu-limit", type=parse_size, help="of each GPU, for this package; FSDP2 has the whole card")
     parser.add_argument("--routing", choices=("balanced", "drawn"), default="balanced")
     parser.add_argument("--fused", action="store_true", help="use_fused_kernels=True: sharded and dense")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of so many tokens a step")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--case-s", type=float, default=240.0, help="longest time of one case")
@@ -375,6 +384,7 @@ def main() -> None:
                 arguments.steps,
                 arguments.routing,
                 arguments.fused,
+                arguments.accumulate,
             )
             left_s = arguments.budget_s - (time.monotonic() - begin_s)
             if left_s <= 0:

@@ -117,7 +117,14 @@ def _is_grouped(*operands: Tensor) -> bool:
 
 @functools.cache
 def _have_grouped(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Whether torch's grouped product runs on a device; older ones have none."""
+    matrices = torch.zeros(1, 16, 16, device=device, dtype=torch.bfloat16)
+    try:
+        F.grouped_mm(matrices[0], matrices, offs=torch.full((1,), 16, device=device, dtype=torch.int32))
+    except (RuntimeError, NotImplementedError) as error:
+        log.info("no grouped matrix products on %s, one for each expert: %s", device, error)
+        return False
+    return True
 
 
 def _products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -198,7 +205,7 @@ def _code(device: torch.device) -> Any:
 
 def _on(operand: Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current device, whatever its tensors are on; the CPU is its interpreter's."""
-    return torch.cuda.device(operand.device) if operand.is_cuda else nullcontext()
+    return torch.accelerator.device_index(operand.device.index) if operand.is_cuda else nullcontext()
 
 
 def _blocks(width: int) -> tuple[int, int]:
