@@ -26,12 +26,11 @@ from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import CapacityError, PlanError, StateError
 from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.ignored import ignored_bytes
-from lightning_elixir.plan.memory import Budget, MemoryUse, host_share, memory_use
+from lightning_elixir.plan.memory import Budget, host_share
 from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.problem import PlacementRequest
 from lightning_elixir.plan.regime import StateCount, TrainingRegime, states_of
-from lightning_elixir.plan.simulator.timeline import scheme_of
+from lightning_elixir.plan.simulator.timeline import plan_use
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.plan.units import format_bytes, parse_bytes
 from lightning_elixir.planning import module_accesses, place_anew
@@ -189,24 +188,18 @@ def _shown(row: Sequence[int]) -> str:
 
 def fits(plan: Plan, budget: Budget, regime: TrainingRegime) -> bool:
     """Whether what a plan keeps, with its rCache full, is within a budget."""
-    use = _use(plan, budget, regime)
+    use = plan_use(plan, regime)
+    gpu_bytes = use.gpu_bytes + budget.non_model_bytes
     return all(
         limit is None or nbytes <= limit
-        for nbytes, limit in ((use.gpu_bytes, budget.gpu_bytes), (use.host_bytes, budget.cpu_bytes))
+        for nbytes, limit in ((gpu_bytes, budget.gpu_bytes), (use.host_bytes, budget.cpu_bytes))
     )
-
-
-def _use(plan: Plan, budget: Budget, regime: TrainingRegime) -> MemoryUse:
-    """Of a plan with its rCache full."""
-    scheme = scheme_of(plan, regime)
-    beside = budget.non_model_bytes + ignored_bytes(plan.ignored, scheme)
-    return memory_use(plan.chunks, plan.rcache_blocks, scheme, beside)
 
 
 def _room_beside(plan: Plan, budget: Budget, regime: TrainingRegime) -> int:
     """Bytes of host memory that a rank can comfortably have beside what a plan takes."""
     most = budget.most_with_spares
-    return sys.maxsize if most is None else max(0, most - _use(plan, budget, regime).host_bytes)
+    return sys.maxsize if most is None else max(0, most - plan_use(plan, regime).host_bytes)
 
 
 def with_or_without_activations(make: Callable[[Budget], Plan], budget: Budget) -> Plan:

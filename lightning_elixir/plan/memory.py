@@ -443,9 +443,14 @@ class MemoryUse:
         return tuple((kind, getattr(self, kind)) for kind in GPU_BYTE_KINDS)
 
     @property
-    def host_bytes(self) -> int:
+    def host_chunk_bytes(self) -> int:
+        """Everything in host memory but activations."""
         held = self.host_param_bytes + self.host_state_bytes + self.host_grad_bytes
-        return held + self.host_spare_bytes + self.host_buffer_bytes + self.host_activation_bytes
+        return held + self.host_spare_bytes + self.host_buffer_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.host_chunk_bytes + self.host_activation_bytes
 
 
 def memory_use(chunks: Sequence[ChunkSpec], rcache_blocks: int, scheme: Scheme, non_model_bytes: int = 0) -> MemoryUse:

@@ -30,9 +30,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_elixir.core.checkpointing import is_switched_on, switch_off, switch_on
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.activations import Fate, ModelBlock, has_offloaded, less_activations
-from lightning_elixir.plan.memory import Budget, memory_use
+from lightning_elixir.plan.memory import Budget
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.simulator.timeline import scheme_of
+from lightning_elixir.plan.simulator.timeline import plan_use
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.hooks import Around, SavedTensors
 from lightning_elixir.runtime.offloading import Offloader
@@ -114,8 +114,7 @@ class Activations:
             budget, regime = self._host
             most = budget.most_with_spares if foreseen is None else budget.cpu_bytes
             if most is not None:
-                use = memory_use(plan.chunks, plan.rcache_blocks, scheme_of(plan, regime))
-                room = max(0, most - (use.host_bytes - use.host_activation_bytes))
+                room = max(0, most - plan_use(plan, regime).host_chunk_bytes)
                 pool.limit_bytes = room if foreseen is None else min(room, foreseen)
                 pool.rank_limit_bytes = most
         if pool.limit_bytes is not None and pool.held_bytes > pool.limit_bytes:

@@ -29,9 +29,9 @@ from lightning_elixir.plan.activations import Fate
 from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.fates import with_fates
-from lightning_elixir.plan.ignored import ignored_bytes, with_ignored
+from lightning_elixir.plan.ignored import with_ignored
 from lightning_elixir.plan.kept_dtypes import kept_in, with_kept
-from lightning_elixir.plan.memory import Budget, memory_use
+from lightning_elixir.plan.memory import Budget
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.packing import packed_chunks, round_up
 from lightning_elixir.plan.placing.search import with_forecast
@@ -39,7 +39,7 @@ from lightning_elixir.plan.prefixes import Prefix, with_names_of
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.sharding import best_sharding, meshes_of
-from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, scheme_of, with_times
+from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, plan_use, scheme_of, with_times
 from lightning_elixir.plan.types import ALIGN_NUMEL, Alternative, IgnoredParam, ParamSpec, Plan, UpdateTiming
 from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.plan.weighing import with_notes_of
@@ -318,8 +318,8 @@ class Planner:
         one is not going to be replaced by a search."""
         if budget.gpu_bytes is None or not self.config.is_placement_searched:
             return None
-        use = memory_use(plan.chunks, 0, scheme_of(plan, regime))
-        return use.host_bytes - max(0, budget.gpu_bytes - use.gpu_bytes)
+        use = plan_use(plan, regime)
+        return use.host_chunk_bytes - max(0, budget.gpu_bytes - (use.gpu_bytes - use.rcache_bytes))
 
     def warm_up_plan(self, model: nn.Module, current: Plan, budget: Budget) -> Plan:
         """A placement of `current`'s chunks that needs as little device memory as possible."""
@@ -592,11 +592,10 @@ class Planner:
                     f"{ours}: give the Trainer the precision that the plan was made for, make a plan with this one, or "
                     "leave out `plan`"
                 )
-        scheme = scheme_of(plan, self.regime)
-        use = memory_use(plan.chunks, plan.rcache_blocks, scheme, ignored_bytes(plan.ignored, scheme))
+        use = plan_use(plan, self.regime)
         for name, nbytes, limit in (
             (budget.words.memory, use.gpu_bytes, budget.gpu_bytes),
-            ("host memory", use.host_bytes - use.host_activation_bytes, budget.cpu_bytes),
+            ("host memory", use.host_chunk_bytes, budget.cpu_bytes),
         ):
             if limit is not None and nbytes > limit:
                 raise CapacityError(
@@ -625,12 +624,11 @@ class Planner:
 
     def _excess(self, plan: Plan, budget: Budget, profile: StepProfile | MemoryProfile, regime: TrainingRegime) -> str:
         """By how much such steps are expected to exceed which limit, for people; empty if by nothing."""
-        use = memory_use(plan.chunks, plan.rcache_blocks, scheme_of(plan, regime))
         over = [
             f"the {format_bytes(limit)} of {name} by {format_bytes(nbytes - limit, is_rounded_up=True)}"
             for name, nbytes, limit in (
                 (budget.words.memory, step_gpu_bytes(plan, profile, self.figures.best, regime), budget.gpu_bytes),
-                ("host memory", use.host_bytes, budget.cpu_bytes),
+                ("host memory", plan_use(plan, regime).host_bytes, budget.cpu_bytes),
             )
             if limit is not None and nbytes > limit
         ]

@@ -48,7 +48,7 @@ from lightning_elixir.plan.placing.spilling import Spilling, in_host_memory
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.simulator.timeline import is_time_known, scheme_of, simulate_step
+from lightning_elixir.plan.simulator.timeline import is_time_known, plan_use, scheme_of, simulate_step
 from lightning_elixir.plan.tables import Table
 from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, Tier, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
@@ -236,7 +236,7 @@ def with_forecast(
         margin_bytes=timeline.margin_bytes,
         gpu_kinds=timeline.gpu_kinds,
         gpu_limit_bytes=budget.gpu_bytes,
-        host_bytes=memory_use(plan.chunks, plan.rcache_blocks, scheme).host_bytes,
+        host_bytes=plan_use(plan, regime).host_bytes,
         host_limit_bytes=budget.cpu_bytes,
         binding=binding or f'the placement policy "{plan.policy}", which leaves nothing to search',
         hardware=hardware.name,

@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.ignored import ignored_bytes
 from lightning_elixir.plan.memory import MemoryUse, Scheme, memory_use
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
@@ -42,6 +43,7 @@ __all__ = [
     "is_time_known",
     "moments",
     "peak_gpu_bytes",
+    "plan_use",
     "scheme_of",
     "simulate_step",
     "with_times",
@@ -62,6 +64,13 @@ def scheme_of(plan: Plan, regime: TrainingRegime) -> Scheme:
         plan.expert_parallel_size,
         plan.num_copies,
     )
+
+
+def plan_use(plan: Plan, regime: TrainingRegime) -> MemoryUse:
+    """Predicted bytes of one rank under a plan, with its rCache full: chunks, what is in none of them
+    (`non_model_bytes`), and the host memory that activations may take; not what a step has beside on the device."""
+    scheme = scheme_of(plan, regime)
+    return memory_use(plan.chunks, plan.rcache_blocks, scheme, ignored_bytes(plan.ignored, scheme))
 
 
 def simulate_step(

@@ -16,8 +16,15 @@ from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.cost import Costs
 from lightning_elixir.plan.simulator.counters import simulate
-from lightning_elixir.plan.simulator.timeline import Timeline, compressed, moments, scheme_of, simulate_step
-from lightning_elixir.plan.types import AccessTrace, Acquire, Plan, Tier, UpdateTiming
+from lightning_elixir.plan.simulator.timeline import (
+    Timeline,
+    compressed,
+    moments,
+    plan_use,
+    scheme_of,
+    simulate_step,
+)
+from lightning_elixir.plan.types import ALIGN_NUMEL, AccessTrace, Acquire, IgnoredParam, Plan, Tier, UpdateTiming
 from tests.plan.problems import KEPT, MIXED, OFFLOADED, RESIDENT, SHARDED
 from tests.plan.steps import NUMEL, RATE, TRANSFER_S, chunks_at, machine, random_problem, there, there_and_back
 from tests.plan.traces import BLOCK_BYTES, make_plan_of, random_trace, unpinned
@@ -480,3 +487,16 @@ def test_nothing_is_left_of_an_empty_profile() -> None:
     assert (
         run(make_plan_of(chunks_at(OFFLOADED, 1), 1), StepProfile(AccessTrace(()), ()), machine()).times.compute_s == 0
     )
+
+
+def test_what_a_plan_takes_counts_its_rcache_and_what_is_in_no_chunk_and_activations_apart() -> None:
+    chunks = chunks_at(OFFLOADED, 4)
+    frozen = IgnoredParam("frozen", (10,), "uint8", False, 14)
+    plan = replace(make_plan_of(chunks, 3), ignored=(frozen,), activation_host_bytes=1000)
+    use, bare = plan_use(plan, MIXED), plan_use(replace(plan, ignored=(), activation_host_bytes=0), MIXED)
+    assert use.rcache_bytes == 3 * plan.block_bytes
+    assert (bare.gpu_bytes + 14, bare.host_bytes + 1000) == (use.gpu_bytes, use.host_bytes)
+    assert use.host_chunk_bytes == bare.host_chunk_bytes == bare.host_bytes
+    trained = replace(frozen, dtype="float32", requires_grad=True, nbytes=40)
+    # In one chunk of its own: value, gradient, the block that this is gathered in, and two moments.
+    assert plan_use(replace(plan, ignored=(trained,)), MIXED).gpu_bytes == bare.gpu_bytes + 5 * ALIGN_NUMEL * 4
