@@ -45,10 +45,11 @@ MOST_RESERVED_PART = 4
 """No more than that part of it is left in all, however small the host."""
 
 
-def num_grad_blocks(chunks: Iterable[ChunkSpec]) -> int:
-    """How many such blocks a rank has by itself, where there are as many chunks; for what several add, see
-    `Scheme.grad_block_bytes`."""
-    return GRAD_BLOCKS + max(0, len({c.dtype for c in chunks if c.requires_grad}) - 1)
+def num_grad_blocks(chunks: Iterable[ChunkSpec], world_size: int) -> int:
+    """How many such blocks a rank has, no more than chunks that train. Of several ranks one may be a chunk ahead of the
+    others, so that a further block waits for them (seen: two H200s, experts of 768 MiB)."""
+    dtypes = [c.dtype for c in chunks if c.requires_grad]
+    return min(len(dtypes), GRAD_BLOCKS + len(set(dtypes)) - 1 + (world_size > 1))
 
 
 def nvme_buffers(state_bytes: Iterable[int]) -> tuple[int, int]:
@@ -394,11 +395,9 @@ class Scheme:
         return self.shard_numel(chunk) * self.data_bytes[chunk.dtype].compute
 
     def grad_block_bytes(self, chunks: Sequence[ChunkSpec]) -> int:
-        """The blocks that gradients are gathered in. Of several ranks one may be a chunk ahead of the others, so that a
-        further block waits for them (seen: two H200s, experts of 768 MiB); and there are the slices that they reduce
-        and send to the host."""
+        """The blocks that gradients are gathered in, and the slices that several ranks reduce and send to the host."""
         trained = [c for c in chunks if c.requires_grad]
-        count = num_grad_blocks(chunks) + (self.world_size > 1)
+        count = num_grad_blocks(trained, self.world_size)
         largest = sorted((c.nbytes for c in trained), reverse=True)[:count]
         sent = [c for c in trained if c.optim_tier is not Tier.GPU and self.num_sharing(c) > 1]
         slices = sorted((c.nbytes // self.num_sharing(c) for c in sent), reverse=True)[:GRAD_BLOCKS]

@@ -263,7 +263,7 @@ class Growth:
         if model is None and self._sample is not None:
             grads = {i: self._grad_bytes(i, has_earlier_grads) for i, c in enumerate(self._plan.all_chunks)}
             largest = max((self._plan.blocks_of(c.id) for c in self._plan.chunks if c.requires_grad), default=0)
-            num_blocks = num_grad_blocks(self._plan.chunks)
+            num_blocks = num_grad_blocks(self._plan.chunks, self._plan.world_size)
             model = GrowthModel(self._sample, grads, num_blocks * largest * self._plan.block_bytes)
             self._models[has_earlier_grads] = model
         if model is None:

@@ -17,6 +17,10 @@ from torch import Tensor, nn
 
 from lightning_elixir.core.device import Device
 from lightning_elixir.errors import CapacityError, StateError
+from lightning_elixir.plan.growth_estimate import StepMemory
+from lightning_elixir.plan.memory import num_grad_blocks
+from lightning_elixir.plan.rcache import RCache
+from lightning_elixir.runtime.growth import Growth
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.metered import MeteredCpuDevice, use_metered_device
@@ -24,6 +28,9 @@ from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed, telling
 from tests.helpers.training import new_optimizer
 from tests.helpers.zoo import gpt2
+from tests.plan.problems import OFFLOADED
+from tests.plan.steps import chunks_at
+from tests.plan.traces import make_plan_of, unpinned
 
 CHUNK_BYTES = 128 * 1024
 LENGTHS = (16, 16, 20, 32, 40, 32, 16, 16, 16, 16, 16, 16)
@@ -244,6 +251,27 @@ def _train_unequal_rank(lengths: tuple[tuple[int, ...], ...], limit_bytes: int |
     state = module.full_state_dict(rank0_only=False)
     module.close()
     return state, budgets
+
+
+@pytest.mark.parametrize(("world_size", "is_one_more"), [(1, False), (2, True), (3, True)])
+def test_what_several_ranks_collect_gradients_in_is_not_there_for_activations(
+    world_size: int, is_one_more: bool
+) -> None:
+    chunks = chunks_at(OFFLOADED, 8, world_size=6)
+    plan = replace(make_plan_of(chunks, 8, world_size=6), world_size=world_size)
+    assert num_grad_blocks(chunks, world_size) == 2 + is_one_more
+    assert num_grad_blocks(chunks[:1], world_size) == 1
+    block = plan.block_bytes
+    # All replicas, four blocks of activations, two of gradients, and two to spare.
+    device = MeteredCpuDevice(16 * block)
+    growth, rcache = Growth(device), RCache.of(plan)
+    growth.adopt(plan, rcache, None)
+    growth.learn(StepMemory((0, 4 * block), (0, 4 * block, 4 * block), ((), (), ())), unpinned(0, 1))
+    growth.begin(lambda: 0, has_earlier_grads=False)
+    held = torch.empty(6 * block, dtype=torch.uint8)  # half as much again
+    device.add(held)
+    assert growth.look(1, 0)
+    assert rcache.budget_blocks == 7 - is_one_more
 
 
 @pytest.mark.full  # with ranks, what a test of one rank finds as well

@@ -282,7 +282,7 @@ class Placer:
     def saved_by_smaller_chunks(self, chunks: Sequence[ChunkSpec], blocks: int) -> int:
         """Device bytes that the blocks of rCache and gradients could do without, were every parameter a chunk."""
         largest = max((m.numel * DTYPE_BYTES[c.dtype] for c in chunks for m in c.members), default=0)
-        num_blocks = blocks + min(num_grad_blocks(chunks), sum(c.requires_grad for c in chunks))
+        num_blocks = blocks + num_grad_blocks(chunks, self.scheme.world_size)
         return num_blocks * max(0, self.layout.block_bytes - largest)
 
     def plan(self, sites: Sequence[Site], policy: str, *, prefetch_depth: int | None = None) -> Plan:
