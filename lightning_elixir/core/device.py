@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -395,15 +396,24 @@ def _have_segments_expand(device: torch.device) -> None:
     otherwise. A plan fills the device to the last gigabytes. With segments of fixed sizes, up to 5 GiB lay in gaps that
     no tensor fitted into (experts of 768 MiB, two H200s); with segments that grow, 2 GiB at the peak."""
     chosen = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""  # torch's own
-    if torch.version.cuda is None or "expandable_segments" in chosen:
-        return
-    kept = f"{chosen}," if chosen else ""
+    if torch.version.cuda is not None and "expandable_segments" not in chosen:
+        with suppress(torch.OutOfMemoryError):  # of which others tell
+            _grow_segments(device.index, f"{chosen}," if chosen else "")
+
+
+@cache  # to look makes the device wait, and what the driver can do stays as it is
+def _grow_segments(index: int, kept: str) -> None:
+    """Args:
+    index: Of the device.
+    kept: Settings that stay, as the allocator reads them, with a comma after each.
+    """
     torch._C._accelerator_setAllocatorSettings(f"{kept}expandable_segments:True")
+    device = torch.device("cuda", index)
     try:
         with torch.cuda.use_mem_pool(torch.cuda.MemPool(), device):  # where no segment is there yet
             torch.empty(1, device=device)
     except torch.OutOfMemoryError:
-        return  # of which others tell
+        raise
     except RuntimeError as error:  # some virtual machines and drivers cannot map memory
         torch._C._accelerator_setAllocatorSettings(f"{kept}expandable_segments:False")
         log.info("segments of device memory keep their sizes: the driver cannot let them grow (%s)", error)
