@@ -333,15 +333,16 @@ class SavedTensors:
         if type(tensor) not in _PLAIN and is_shell(tensor):
             shell = PackedShell.of(tensor.detach(), self.packed)
             return None if any(part is None for part in shell.parts.values()) else shell
+        return self._packed_plain(tensor)
+
+    def _packed_plain(self, tensor: Tensor) -> PackedTensor | None:
+        """As `packed`, of what is around no others."""
         try:
             chunk = self._chunks.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # tensors without storage: sparse ones, functorch's wrappers
             return None
-        return None if chunk is None else self._packed_in(chunk, tensor)
-
-    @staticmethod
-    def _packed_in(chunk: Chunk, tensor: Tensor) -> PackedTensor | None:
-        """As `packed`, of a tensor over a chunk's storage."""
+        if chunk is None:
+            return None
         offset, dtype = int(tensor.storage_offset()), tensor.dtype
         if tensor.layout is not _STRIDED or tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
             return None
@@ -357,14 +358,9 @@ class SavedTensors:
         return self._need(packed.chunk, _made, packed)
 
     def _pack(self, tensor: Tensor) -> Any:
-        packed: Any = None
-        if type(tensor) in _PLAIN:  # as nearly always; what `packed` does, in one call
-            try:
-                chunk = self._chunks.get(tensor.untyped_storage()._cdata)
-            except (NotImplementedError, RuntimeError):
-                chunk = None
-            if chunk is not None:
-                packed = self._packed_in(chunk, tensor)
+        packed: PackedTensor | PackedShell | None
+        if type(tensor) in _PLAIN:  # as nearly always
+            packed = self._packed_plain(tensor)
             return self.kept(tensor) if packed is None else packed
         with torch._C.DisableTorchFunctionSubclass():
             packed = self.packed(tensor)

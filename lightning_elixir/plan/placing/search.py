@@ -27,7 +27,7 @@ from typing import overload
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.memory import Budget, host_bytes_for, memory_use
+from lightning_elixir.plan.memory import Budget, MemoryUse, host_bytes_for, memory_use
 from lightning_elixir.plan.placing.fallbacks import SAME, plan_with_fallbacks
 from lightning_elixir.plan.placing.fates_tried import FatesTried, with_alternatives
 from lightning_elixir.plan.placing.parts import STREAMABLE, gpu_parts, host_parts
@@ -48,7 +48,7 @@ from lightning_elixir.plan.placing.spilling import Spilling, in_host_memory
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.simulator.timeline import is_time_known, plan_use, scheme_of, simulate_step
+from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, plan_use, scheme_of, simulate_step
 from lightning_elixir.plan.tables import Table
 from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, Tier, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
@@ -228,20 +228,24 @@ def with_forecast(
     """
     if not is_time_known(plan, hardware) or not profile.trace.events:
         return plan
-    scheme = scheme_of(plan, regime)
-    timeline = simulate_step(plan, profile, hardware, scheme)
-    forecast = Forecast(
+    timeline = simulate_step(plan, profile, hardware, scheme_of(plan, regime))
+    binding = binding or f'the placement policy "{plan.policy}", which leaves nothing to search'
+    return replace(plan, forecast=_forecast(timeline, plan_use(plan, regime), budget, binding, hardware.name))
+
+
+def _forecast(timeline: Timeline, use: MemoryUse, budget: Budget, binding: str, hardware: str) -> Forecast:
+    """What a plan that takes this promises within a budget."""
+    return Forecast(
         times=timeline.times,
         peak_gpu_bytes=timeline.peak_gpu_bytes,
         margin_bytes=timeline.margin_bytes,
         gpu_kinds=timeline.gpu_kinds,
         gpu_limit_bytes=budget.gpu_bytes,
-        host_bytes=plan_use(plan, regime).host_bytes,
+        host_bytes=use.host_bytes,
         host_limit_bytes=budget.cpu_bytes,
-        binding=binding or f'the placement policy "{plan.policy}", which leaves nothing to search',
-        hardware=hardware.name,
+        binding=binding,
+        hardware=hardware,
     )
-    return replace(plan, forecast=forecast)
 
 
 class _LayoutSearch(Space):
@@ -540,19 +544,11 @@ class _LayoutSearch(Space):
         hardware = self.problem.hardware.name
         if self.problem.is_time_guessed:
             hardware += "; computing assumed to take as long as fetching"
-        forecast = Forecast(
-            times=timeline.times,
-            peak_gpu_bytes=max(outcome.gpu_bytes, timeline.peak_gpu_bytes),
-            margin_bytes=timeline.margin_bytes,
-            gpu_kinds=timeline.gpu_kinds,
-            gpu_limit_bytes=self.problem.budget.gpu_bytes,
-            host_bytes=outcome.host_bytes,
-            host_limit_bytes=self.problem.budget.cpu_bytes,
-            binding=self._binding(outcome),
-            hardware=hardware,
-            alternatives=_alternatives(outcome, others, self),
-        )
-        return replace(plan, forecast=forecast)
+        use = plan_use(plan, self.problem.regime)
+        forecast = _forecast(timeline, use, self.problem.budget, self._binding(outcome), hardware)
+        highest = max(outcome.gpu_bytes, timeline.peak_gpu_bytes)
+        alternatives = _alternatives(outcome, others, self)
+        return replace(plan, forecast=replace(forecast, peak_gpu_bytes=highest, alternatives=alternatives))
 
     def _binding(self, outcome: Outcome) -> str:
         if is_all_on_gpu(outcome.chunks):
