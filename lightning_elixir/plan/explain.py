@@ -15,7 +15,7 @@ from lightning_elixir.plan.describe import (
     describe_weighing,
 )
 from lightning_elixir.plan.sharding import sharding_note
-from lightning_elixir.plan.types import DTYPE_BYTES, Plan, StepTimes
+from lightning_elixir.plan.types import DTYPE_BYTES, Forecast, Plan, StepTimes
 from lightning_elixir.plan.units import format_bytes, format_seconds
 from lightning_elixir.plan.weighing import weighing_lines
 
@@ -46,6 +46,15 @@ def _blocks_text(plan: Plan) -> str:
 
 def explain(plan: Plan) -> str:
     """The placement, what it is predicted to take and cost, what limits it, and what lost against it."""
+    lines = _placement_lines(plan)
+    if plan.forecast is None:
+        lines += [f"  {name}: {format_bytes(v)}" for name, v in plan.notes.items() if isinstance(v, int) and v]
+    else:
+        lines += [*_memory_lines(plan, plan.forecast), *_time_lines(plan, plan.forecast)]
+    return "\n".join(lines)
+
+
+def _placement_lines(plan: Plan) -> list[str]:
     lines = [
         f"plan ({plan.policy}), {plan.world_size} rank{'s' * (plan.world_size > 1)}, {plan.compute_dtype}:"
         f" {len(plan.chunks)} chunks of up to {format_bytes(_largest_bytes(plan))}{_blocks_text(plan)}",
@@ -71,12 +80,10 @@ def explain(plan: Plan) -> str:
         lines.append(f"  activations: {activations}")
     if plan.ignored:
         lines.append(f"  {describe_ignored(plan)}")
-    forecast = plan.forecast
-    if forecast is None:
-        lines += [f"  {name}: {format_bytes(v)}" for name, v in plan.notes.items() if isinstance(v, int) and v]
-        return "\n".join(lines)
-    lines.append(f"  limited by {forecast.binding}")
-    lines.append(f"  GPU, at the highest moment: {_of(forecast.peak_gpu_bytes, forecast.gpu_limit_bytes)}")
+    return lines
+
+
+def _memory_lines(plan: Plan, forecast: Forecast) -> list[str]:
     kinds = {
         "parameters": "gpu_param_bytes",
         "states": "gpu_state_bytes",
@@ -87,9 +94,7 @@ def explain(plan: Plan) -> str:
     }
     amounts = {name: plan.gpu_kinds[key] for name, key in kinds.items()}
     amounts["activations and other data"] -= forecast.margin_bytes
-    lines.append(f"    {_listed(amounts | {MARGIN_TEXT: forecast.margin_bytes})}")
-    lines.append(f"  host: {_of(forecast.host_bytes, forecast.host_limit_bytes)}")
-    kinds = {
+    on_host = {
         "parameters": "host_param_bytes",
         "states": "host_state_bytes",
         "spare states": "host_spare_bytes",
@@ -97,12 +102,22 @@ def explain(plan: Plan) -> str:
         "activations": "host_activation_bytes",
         "buffers for states on NVMe": "host_buffer_bytes",
     }
-    lines.append(f"    {_listed(_amounts(plan, kinds))}")
+    lines = [
+        f"  limited by {forecast.binding}",
+        f"  GPU, at the highest moment: {_of(forecast.peak_gpu_bytes, forecast.gpu_limit_bytes)}",
+        f"    {_listed(amounts | {MARGIN_TEXT: forecast.margin_bytes})}",
+        f"  host: {_of(forecast.host_bytes, forecast.host_limit_bytes)}",
+        f"    {_listed(_amounts(plan, on_host))}",
+    ]
     on_nvme = int(plan.notes.get("nvme_bytes", 0))
     if on_nvme:
         lines.append(f"  NVMe: {format_bytes(on_nvme)}")
+    return lines
+
+
+def _time_lines(plan: Plan, forecast: Forecast) -> list[str]:
     step = f"{format_seconds(forecast.times.total_s)}, {describe_spending(forecast.times)}"
-    lines.append(f"  predicted step: {step}; machine: {forecast.hardware}")
+    lines = [f"  predicted step: {step}; machine: {forecast.hardware}"]
     dating = describe_dating(forecast)
     if dating:
         lines.append(f"    {dating}")
@@ -116,7 +131,7 @@ def explain(plan: Plan) -> str:
         for other in forecast.alternatives:
             time = "does not fit" if other.total_s is None else format_seconds(other.total_s)
             lines.append(f"    {time}: {other.description} ({other.reason})")
-    return "\n".join(lines)
+    return lines
 
 
 def step_parts(times: StepTimes) -> list[tuple[str, float]]:

@@ -35,11 +35,11 @@ from lightning_elixir.plan.memory import (
     problem_of_places,
     uses_nvme,
 )
-from lightning_elixir.plan.prefixes import Prefix
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.groups import Groups
 from lightning_elixir.runtime.host_room import HostRoom
+from lightning_elixir.runtime.model_checks import check_modules, check_names
 from lightning_elixir.runtime.resident import ResidentParameters, has_plain_class, place_beside, placed, send_from_first
 from lightning_elixir.runtime.sources import Source, forget_source, source_of
 from lightning_elixir.storage.nvme import MASTER, DiskOptions, StateFile, StateSpec, StateTraffic, open_state_file
@@ -97,16 +97,6 @@ def dtype_of(spec: ChunkSpec) -> torch.dtype:
     return dtype
 
 
-def check_same_on_all_ranks(comm: Comm, plan: Plan) -> None:
-    """Raises `PlanError` on every rank if the ranks' plans (and so their models) differ."""
-    plans = comm.exchange_objects((plan.fingerprint(), plan.layout_fingerprint(), len(plan.chunks)))
-    if len({fingerprint for fingerprint, _, _ in plans}) > 1:
-        what = "models" if len({layout for _, layout, _ in plans}) > 1 else "placements"
-        raise PlanError(
-            f"the ranks have plans for different {what}: {plans}; build the same model and plan on every rank"
-        )
-
-
 class Builder:
     """Binds a module's parameters to chunks.
 
@@ -133,7 +123,7 @@ class Builder:
         for parameter in self._named.values():
             forget_whole(parameter)
         check_names(plan, self._named)
-        _check_modules(module)
+        check_modules(module)
         problem = problem_of_places(plan)
         if problem is not None:
             raise PlanError(problem)
@@ -637,53 +627,3 @@ def open_states(
 def storage_bytes(plan: Plan, spec: ChunkSpec) -> int:
     """What to allocate for a replica: whole blocks, so that the device's pool can reuse any of them."""
     return spec.nbytes if spec.is_persistent else plan.blocks_of(spec.id) * plan.block_bytes
-
-
-def _check_modules(module: nn.Module) -> None:
-    writing = [
-        name
-        for name, m in module.named_modules()
-        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.max_norm is not None
-    ]
-    if writing:
-        raise PlanError(
-            f"{', '.join(writing[:5])}: max_norm rewrites the weight inside forward, where managed parameters may be "
-            "released at any time; make the layer without max_norm, and renormalise the weight after optimizer.step()"
-        )
-
-
-def check_names(plan: Plan, named: Mapping[str, nn.Parameter], prefix: Prefix | None = None) -> None:
-    """Raises `PlanError` if the plan is not for a model of these parameters (tied ones under all their names).
-
-    Args:
-        plan: Under the names of the model, as far as these can be told.
-        named: The model's parameters by name.
-        prefix: What the plan's names had more, or less, when it was made.
-    """
-    planned = {m.fqn: m.shape for c in plan.chunks for m in c.members} | {p.fqn: p.shape for p in plan.ignored}
-    trains = {m.fqn: c.requires_grad for c in plan.chunks for m in c.members}
-    trains |= {p.fqn: p.requires_grad for p in plan.ignored}
-    known = {id(named[name]) for name in planned if name in named}
-    missing = [name for name in planned if name not in named]
-    extra = [name for name, p in named.items() if id(p) not in known]
-    left_out = {p.fqn for p in plan.ignored}
-    wrong = [
-        name
-        for name, shape in planned.items()
-        if name in named and (tuple(named[name].shape) if name in left_out else held_as(named[name])[0]) != shape
-    ]
-    frozen = [name for name, is_trained in trains.items() if name in named and named[name].requires_grad != is_trained]
-    for what, names in (
-        ("parameters that the model lacks", missing),
-        ("no place for parameters", extra),
-        ("other shapes of parameters", wrong),
-        ("another requires_grad of parameters", frozen),
-    ):
-        if names:
-            shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-            under, instead = "", "make a new plan"
-            if prefix is not None and prefix.path:
-                under = f"{prefix}, "
-                if not prefix.is_taken_off:
-                    instead += f", of all that is trained and not of `{prefix.path}` alone: `--module` takes a module"
-            raise PlanError(f"the plan was made for another model: {under}it has {what} {shown}; {instead}")

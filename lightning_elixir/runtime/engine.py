@@ -28,7 +28,7 @@ from lightning_elixir.runtime.activations import Activations
 from lightning_elixir.runtime.active_plan import ActivePlan
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.backwards import Backwards
-from lightning_elixir.runtime.build import Builder, Precision, check_same_on_all_ranks, open_states
+from lightning_elixir.runtime.build import Builder, Precision, open_states
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.dtype_clash import explain_dtype_clash
 from lightning_elixir.runtime.forwards import Forwards
@@ -38,6 +38,7 @@ from lightning_elixir.runtime.hooks import Hooks, SavedTensors
 from lightning_elixir.runtime.host_room import HostRoom
 from lightning_elixir.runtime.interception import Interception
 from lightning_elixir.runtime.iterations import Iterations
+from lightning_elixir.runtime.model_checks import check_same_on_all_ranks
 from lightning_elixir.runtime.pattern_wire import PatternWire
 from lightning_elixir.runtime.phases import Phase, Phases
 from lightning_elixir.runtime.reducer import Reducer

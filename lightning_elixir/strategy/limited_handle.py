@@ -12,7 +12,7 @@ from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.strategy.engine_handle import EngineHandle
-from lightning_elixir.strategy.shared_plans import Planner
+from lightning_elixir.strategy.shared_plans import Planner, Replanning
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,9 @@ class LimitedHandle:
         return self.planner.budget(self.engine.host_bytes(), earlier=self.handle.budget, limits=limits, is_live=True)
 
     def finder(self, limits: MemoryLimits, budget: Budget) -> Callable[[], Plan]:
-        plan, skeleton = self.engine.plan, self.handle.skeleton
         known = self.handle.kept.get(limits, budget, (self.profile, self.regime))
-        return self.planner.limited_plan(
-            skeleton, plan, budget, self.profile, self.regime, earlier=known, is_evaluated=self.is_evaluated
-        )
+        now = Replanning(self.handle.skeleton, self.engine.plan, budget, self.regime)
+        return self.planner.limited_plan(now, self.profile, earlier=known, is_evaluated=self.is_evaluated)
 
     def keep(self, limits: MemoryLimits, budget: Budget) -> None:
         self.handle.limits, self.handle.budget = limits, budget

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -15,7 +15,6 @@ from torch import nn
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import current_device_memory_bytes
 from lightning_elixir.core.host import available_host_bytes
-from lightning_elixir.core.shells import held_as
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.memory_limits import (
@@ -35,7 +34,6 @@ from lightning_elixir.plan.memory import Budget
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.packing import packed_chunks, round_up
 from lightning_elixir.plan.placing.search import with_forecast
-from lightning_elixir.plan.prefixes import Prefix, with_names_of
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.sharding import best_sharding, meshes_of
@@ -54,10 +52,9 @@ from lightning_elixir.planning import (
 from lightning_elixir.profiling.blocks import with_activations
 from lightning_elixir.profiling.ignored import ignored_parameters, plain_tensors_of
 from lightning_elixir.profiling.kept_fp32 import is_nothing, kept_parameters
-from lightning_elixir.profiling.parameters import dtype_name
-from lightning_elixir.runtime.build import check_names
 from lightning_elixir.storage.nvme import DiskOptions
 from lightning_elixir.strategy.config import ElixirConfig
+from lightning_elixir.strategy.given_plans import check_given, given_plan
 from lightning_elixir.strategy.machine_figures import MachineFigures
 from lightning_elixir.strategy.model_init import check_same_model
 from lightning_elixir.strategy.regimes import guessed_regime, with_optimizer
@@ -130,6 +127,20 @@ def wanted_bytes(model: nn.Module) -> int:
     return sum(
         round_up(p.numel(), ALIGN_NUMEL) * (16 if p.requires_grad else p.element_size()) for p in model.parameters()
     )
+
+
+@dataclass(frozen=True)
+class Replanning:
+    """What chunks are placed anew from."""
+
+    model: nn.Module
+    """For the parameters and the order of its modules."""
+    current: Plan
+    """The plan in force, which has the chunks."""
+    budget: Budget
+    """Limits of one rank."""
+    regime: TrainingRegime
+    """What training is like, with the optimizer."""
 
 
 class Planner:
@@ -325,54 +336,39 @@ class Planner:
         """A placement of `current`'s chunks that needs as little device memory as possible."""
         return self.share(lambda: self._safe_plan(model, current, budget))
 
-    def foresee(
-        self, model: nn.Module, current: Plan, budget: Budget, profile: MemoryProfile, regime: TrainingRegime
-    ) -> StepProfile:
-        """What a step will do over `current`'s chunks, with times from the machine's figures, which are measured now if
-        not everything fits. Collective. Arguments as for `final_plan`, but that the profile is of parameters."""
-        found = self.over_chunks(profile, current)
+    def foresee(self, now: Replanning, profile: MemoryProfile) -> StepProfile:
+        """What a step will do over the chunks, with times from the machine's figures, which are measured now if not
+        everything fits. Collective. Arguments as for `final_plan`, but that the profile is of parameters."""
+        found = self.over_chunks(profile, now.current)
         if not self.figures.is_pending:
             return found
-        shared = self._shared_profile(found, current, is_seen=False)
-        self._measure_unless(lambda: self._make(model, budget, regime, layout=current, policy="cuda", profile=shared))
-        return self.over_chunks(profile, current)
+        shared = self._shared_profile(found, now.current, is_seen=False)
+        self._measure_unless(lambda: self._make_anew(now, shared, policy="cuda"))
+        return self.over_chunks(profile, now.current)
 
     def final_plan(
-        self,
-        model: nn.Module,
-        current: Plan,
-        budget: Budget,
-        profile: StepProfile,
-        regime: TrainingRegime,
-        *,
-        is_seen: bool,
-        foreseen: MemoryProfile | None = None,
+        self, now: Replanning, profile: StepProfile, *, is_seen: bool, foreseen: MemoryProfile | None = None
     ) -> Plan:
-        """Place `current`'s chunks anew, knowing what a training step does.
+        """Place the chunks anew, knowing what a training step does.
 
         Args:
-            model: For the parameters and the order of its modules.
-            current: The plan in force.
-            budget: Limits of one rank.
-            profile: What a step takes and does on this rank, foreseen or seen, over `current`'s chunks.
-            regime: What training is like, with the optimizer.
+            now: The chunks, limits and training.
+            profile: What a step takes and does on this rank, foreseen or seen, over the chunks.
             is_seen: The profile is of a real step.
             foreseen: The step of a dry run that keeps everything, where the plan is to choose what becomes of
                 activations.
         """
         if foreseen is not None and self.chooses_activations:
             of_all = self._shared_memory_profile(foreseen)
-            if current.activations and not foreseen.visits:
+            if now.current.activations and not foreseen.visits:
                 log.warning("activations='auto': the model's own checkpoints or hooks decide in all of its blocks")
-            log.info("choosing what becomes of the activations of %d blocks", len(current.activations))
-            return self.share(lambda: self._final_plan(model, current, budget, of_all, regime))
-        shared = self._shared_profile(profile, current, is_seen=is_seen)
+            log.info("choosing what becomes of the activations of %d blocks", len(now.current.activations))
+            return self.share(lambda: self._final_plan(now, of_all))
+        shared = self._shared_profile(profile, now.current, is_seen=is_seen)
         log.info("a step takes up to %s beside the chunks: placing them", format_bytes(shared.peak_non_model_bytes))
         if is_seen:
-            self._measure_unless(
-                lambda: self._make(model, budget, regime, layout=current, policy="cuda", profile=shared)
-            )
-        return self.share(lambda: self._final_plan(model, current, budget, shared, regime))
+            self._measure_unless(lambda: self._make_anew(now, shared, policy="cuda"))
+        return self.share(lambda: self._final_plan(now, shared))
 
     def _measure_unless(self, place_all: Callable[[], Plan]) -> None:
         """Have figures to weigh placements with, if there is more than one. Collective.
@@ -391,26 +387,25 @@ class Planner:
         if self.figures.is_pending and not self.share(all_fits):
             self.figures.measure()
 
-    def refined_plan(
-        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, regime: TrainingRegime
-    ) -> Plan:
-        """By what is known now, a plan faster than `current` by more than `LEAST_GAIN` of the step, or that fits
-        where that one does not; or else `current`, with what is expected of it. Arguments as for `final_plan`."""
+    def refined_plan(self, now: Replanning, profile: StepProfile) -> Plan:
+        """By what is known now, a plan faster than the one in force by more than `LEAST_GAIN` of the step, or that fits
+        where that one does not; or else that one, with what is expected of it. Arguments as for `final_plan`."""
+        current = now.current
         shared = self._shared_profile(profile, current, is_seen=True)
 
         def decide() -> Plan:
-            now = self.simulated(current, shared, regime)
+            step = self.simulated(current, shared, now.regime)
             try:
-                better = self._make(model, budget, regime, layout=current, profile=shared)
+                better = self._make_anew(now, shared)
             except CapacityError:
                 binding = "what steps are seen to take: no other plan would fit, so this one stays"
-                return with_times(current, now, self.figures.best.name, binding=binding, alternatives=())
+                return with_times(current, step, self.figures.best.name, binding=binding, alternatives=())
             is_same = better.fingerprint() == current.fingerprint()
             if better.forecast is None or is_same:
                 return better if is_same else current
             total_s = better.forecast.times.total_s
-            is_over = budget.gpu_bytes is not None and now.peak_gpu_bytes > budget.gpu_bytes
-            if is_over or total_s < now.times.total_s * (1 - LEAST_GAIN):
+            is_over = now.budget.gpu_bytes is not None and step.peak_gpu_bytes > now.budget.gpu_bytes
+            if is_over or total_s < step.times.total_s * (1 - LEAST_GAIN):
                 return better
             other = Alternative(
                 describe_placement(better.chunks, better.rcache_blocks, better.prefetch_depth),
@@ -420,7 +415,7 @@ class Planner:
             others = (_beside_another(one) for one in better.forecast.alternatives)
             return with_times(
                 current,
-                now,
+                step,
                 self.figures.best.name,
                 binding=f"what a move is worth: the fastest plan found would not save {LEAST_GAIN:.0%} of the step",
                 alternatives=(other, *others),
@@ -437,32 +432,22 @@ class Planner:
         return self.share(lambda: with_times(current, self.simulated(current, shared, regime), self.figures.best.name))
 
     def limited_plan(
-        self,
-        model: nn.Module,
-        current: Plan,
-        budget: Budget,
-        profile: StepProfile | None,
-        regime: TrainingRegime,
-        *,
-        earlier: Plan | None = None,
-        is_evaluated: bool = False,
+        self, now: Replanning, profile: StepProfile | None, *, earlier: Plan | None = None, is_evaluated: bool = False
     ) -> Callable[[], Plan]:
-        """What finds, on rank 0, a placement of `current`'s chunks within limits that have changed: as `final_plan`,
-        where it is known what a step does; else, on a GPU, the same placement, if it fits. Collective, the call that it
-        returns not. That raises `CapacityError` where there is none.
+        """What finds, on rank 0, a placement of the chunks within limits that have changed: as `final_plan`, where it
+        is known what a step does; else, on a GPU, the same placement, if it fits. Collective, the call that it returns
+        not. That raises `CapacityError` where there is none.
 
         Args:
-            model: As for `final_plan`.
-            current: The plan in force.
-            budget: The new limits.
+            now: As for `final_plan`, with the new limits.
             profile: What a step does on this rank, if that is known.
-            regime: As for `final_plan`.
             earlier: What was found for the same before, which serves if it fits.
             is_evaluated: No step is to come.
         """
+        model, current, budget, regime = now.model, now.current, now.budget, now.regime
         is_known = all(self.comm.exchange_objects(profile is not None))
         shared = self._shared_profile(profile, current, is_seen=True) if profile is not None and is_known else None
-        given, _ = self._given_plan(model)
+        given, _ = given_plan(self.config, model)
         if given is not None:
             given = with_ignored(with_kept(given, kept_in(current), is_exact=True), current.ignored)
             host_bytes = current.activation_host_bytes
@@ -539,12 +524,12 @@ class Planner:
         return first.with_bytes(lambda nbytes: nbytes + more) if more > 0 else first
 
     def _decide(self, model: nn.Module, budget: Budget, is_training: bool) -> tuple[Plan, bool]:
-        given, prefix = self._given_plan(model)
+        given, prefix = given_plan(self.config, model)
         if given is not None:
             if prefix.path:
                 log.info("the given plan is obeyed %s", prefix)
             given = with_activations(model, self._with_kept(given, model), self.config.activations)
-            self._check_given(given, prefix, model, budget)
+            check_given(given, prefix, model, budget, self.regime, self.compute_dtype)
             return given, True
         is_auto = self.config.placement_policy == "auto"
         if is_auto and is_training and budget.gpu_bytes is not None:
@@ -558,63 +543,12 @@ class Planner:
             return self._guessed_over(model, plan, budget), False
         return self._evaluation_plan(model, plan, budget), False
 
-    def _given_plan(self, model: nn.Module) -> tuple[Plan | None, Prefix]:
-        """The user's, under the model's names: a LightningModule has its model, of which the command may have made the
-        plan, as a part."""
-        given = self.config.given_plan()
-        if given is None:
-            return None, Prefix()
-        return with_names_of(given, [name for name, _ in model.named_parameters(remove_duplicate=False)])
-
-    def _check_given(self, plan: Plan, prefix: Prefix, model: nn.Module, budget: Budget) -> None:
-        """Whether a plan of the user's can be obeyed here.
-
-        Args:
-            plan: Under the model's names.
-            prefix: What its own names had more, or less.
-            model: As it is to be trained.
-            budget: Limits of one rank.
-
-        Raises:
-            PlanError: It was made for another model or precision.
-            CapacityError: It takes more than there is, activations not counted.
-        """
-        named = dict(model.named_parameters(remove_duplicate=False))
-        check_names(plan, named, prefix)
-        if self.compute_dtype is None:  # each parameter keeps its own
-            dtypes = [(dtype_name(held_as(named[m.fqn])[1]), c.dtype) for c in plan.chunks for m in c.members]
-        else:
-            dtypes = [(dtype_name(self.compute_dtype), plan.compute_dtype)]
-        for ours, planned in dtypes:
-            if ours != planned:
-                raise PlanError(
-                    f"the given plan is for parameters in {planned}, and the precision of this Trainer has them in "
-                    f"{ours}: give the Trainer the precision that the plan was made for, make a plan with this one, or "
-                    "leave out `plan`"
-                )
-        use = plan_use(plan, self.regime)
-        for name, nbytes, limit in (
-            (budget.words.memory, use.gpu_bytes, budget.gpu_bytes),
-            ("host memory", use.host_chunk_bytes, budget.cpu_bytes),
-        ):
-            if limit is not None and nbytes > limit:
-                raise CapacityError(
-                    f"{name}: the given plan needs {format_bytes(nbytes)} on each rank, without activations, but"
-                    f" there are {format_bytes(limit)}. Make a plan for this machine, or leave out `plan`"
-                )
-
-    def _final_plan(
-        self,
-        model: nn.Module,
-        current: Plan,
-        budget: Budget,
-        profile: StepProfile | MemoryProfile,
-        regime: TrainingRegime,
-    ) -> Plan:
+    def _final_plan(self, now: Replanning, profile: StepProfile | MemoryProfile) -> Plan:
+        budget, regime = now.budget, now.regime
         try:
-            return self._make(model, budget, regime, layout=current, profile=profile)
+            return self._make_anew(now, profile)
         except CapacityError as error:  # and yet a step may run, or has done so
-            plan = self._safe_plan(model, current, budget, regime)
+            plan = self._safe_plan(now.model, now.current, budget, regime)
             log.warning(
                 "going on with the smallest plan there is%s: %s", self._excess(plan, budget, profile, regime), error
             )
@@ -695,6 +629,9 @@ class Planner:
             return self._make(model, half, self.regime, layout=plan)
         except CapacityError:
             return self._safe_plan(model, plan, budget)
+
+    def _make_anew(self, now: Replanning, profile: StepProfile | MemoryProfile, *, policy: str | None = None) -> Plan:
+        return self._make(now.model, now.budget, now.regime, layout=now.current, policy=policy, profile=profile)
 
     def _make(
         self,

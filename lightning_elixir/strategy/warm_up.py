@@ -41,7 +41,7 @@ from lightning_elixir.plan.units import format_bytes, format_seconds
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.graceful_stop import NEXT_BATCH
-from lightning_elixir.strategy.shared_plans import Planner
+from lightning_elixir.strategy.shared_plans import Planner, Replanning
 from lightning_elixir.strategy.steady_look import SteadyLook
 
 log = logging.getLogger(__name__)
@@ -336,8 +336,7 @@ class WarmUp:
 
     def _place_foreseen(self, profile: MemoryProfile) -> None:
         """Move to the plan for such a step."""
-        handle, engine = self._handle, self._engine
-        foreseen = self._planner.foresee(handle.skeleton, engine.plan, handle.budget, profile, self._regime())
+        foreseen = self._planner.foresee(self._replanning(), profile)
         foreign = self._foreign_bytes(profile)
         beside = profile.with_bytes(lambda nbytes: nbytes + foreign)
         self._place(_beside(foreseen, foreign), is_known=True, is_seen=False, foreseen=beside)
@@ -408,11 +407,8 @@ class WarmUp:
             is_seen: Whether a real step has done it.
             foreseen: See `Planner.final_plan`.
         """
-        handle, engine = self._handle, self._engine
-        budget, regime = handle.budget, self._regime()
-        plan = self._planner.final_plan(
-            handle.skeleton, engine.plan, budget, profile, regime, is_seen=is_seen, foreseen=foreseen
-        )
+        handle = self._handle
+        plan = self._planner.final_plan(self._replanning(), profile, is_seen=is_seen, foreseen=foreseen)
         self.profile = profile if foreseen is None else self._planner.over_chunks(foreseen, plan)
         handle.is_warm = True
         handle.is_refinable = is_known and self._is_placed_by_times(plan)
@@ -433,7 +429,7 @@ class WarmUp:
             return
         handle.is_refinable = False
         before = engine.plan
-        plan = self._planner.refined_plan(handle.skeleton, before, handle.budget, profile, self._regime())
+        plan = self._planner.refined_plan(self._replanning(), profile)
         self._move_to(plan)
         if plan.fingerprint() != before.fingerprint():
             log.info("by what a later step has shown, another plan is better: %s", _first_lines(plan))
@@ -487,6 +483,9 @@ class WarmUp:
         # Before the first step a plan is there to build with, or comes from a file, with what others have seen.
         earlier = current.forecast if num_steps and plan.fingerprint() == current.fingerprint() else None
         return replace(plan, forecast=plan.forecast.following(earlier, num_steps))
+
+    def _replanning(self) -> Replanning:
+        return Replanning(self._handle.skeleton, self._engine.plan, self._handle.budget, self._regime())
 
     def _move_to(self, plan: Plan) -> None:
         plan = self._dated(plan)

@@ -19,7 +19,7 @@ from lightning_elixir.plan.types import Plan, Tier
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.stepping.scheduler import UpdateScheduler
 from lightning_elixir.strategy import ElixirStrategy, shared_plans
-from lightning_elixir.strategy.shared_plans import Planner
+from lightning_elixir.strategy.shared_plans import Planner, Replanning
 from lightning_elixir.strategy.warm_up import WarmUp
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import full, telling
@@ -246,8 +246,9 @@ class Asked:
         monkeypatch.setattr(WarmUp, "after_step", after_step)
         monkeypatch.setattr(Planner, "refined_plan", self._refined_plan)
 
-    def _refined_plan(self, model: Any, current: Plan, budget: Any, profile: StepProfile, optimizer: Any) -> Plan:
+    def _refined_plan(self, now: Replanning, profile: StepProfile) -> Plan:
         self.asked.append((self.steps, profile))
+        current = now.current
         return replace(current, prefetch_depth=current.prefetch_depth + 1) if self._has_better else current
 
 
@@ -286,7 +287,8 @@ class Refined(pl.Callback):
             intervals = tuple(replace(i, non_model_bytes=nbytes) for i in profile.intervals)
             taken = replace(profile, intervals=intervals)
             handle = strategy._handle
-            plan = run._planner.refined_plan(handle.skeleton, strategy.plan, handle.budget, taken, run._regime())
+            now = Replanning(handle.skeleton, strategy.plan, handle.budget, run._regime())
+            plan = run._planner.refined_plan(now, taken)
             self.plans.append(plan)
 
 
@@ -465,7 +467,7 @@ def _growing(world_size: int) -> Any:
 
         monkeypatch.setattr(WarmUp, "after_step", after_step)
         monkeypatch.setattr(Engine, "wanted_non_model_bytes", property(wanted))
-        monkeypatch.setattr(Planner, "refined_plan", lambda planner, model, current, *args: current)
+        monkeypatch.setattr(Planner, "refined_plan", lambda planner, now, profile: now.current)
         callback = Plans()
         strategy = ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK)
         trainer = make_trainer(strategy, devices=world_size, callbacks=[callback])

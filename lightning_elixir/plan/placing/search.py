@@ -17,7 +17,6 @@ test compares them with every placement of small models.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,11 +26,11 @@ from typing import overload
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.memory import Budget, MemoryUse, host_bytes_for, memory_use
+from lightning_elixir.plan.memory import Budget, MemoryUse
 from lightning_elixir.plan.placing.fallbacks import SAME, plan_with_fallbacks
 from lightning_elixir.plan.placing.fates_tried import FatesTried, with_alternatives
-from lightning_elixir.plan.placing.parts import STREAMABLE, gpu_parts, host_parts
 from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Site, sites_of
+from lightning_elixir.plan.placing.refusals import gpu_refusal, host_refusal
 from lightning_elixir.plan.placing.space import (
     PATTERNS,
     SHARDED,
@@ -44,18 +43,15 @@ from lightning_elixir.plan.placing.space import (
     rank,
 )
 from lightning_elixir.plan.placing.spares import SPARE_PATTERNS
-from lightning_elixir.plan.placing.spilling import Spilling, in_host_memory
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, plan_use, scheme_of, simulate_step
 from lightning_elixir.plan.tables import Table
-from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, Tier, UpdateTiming
+from lightning_elixir.plan.types import Alternative, Forecast, Plan, Tier, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 
 _NUM_ALTERNATIVES = 6
-# Activations cannot be cut to less than this part: of a batch of eight, one sample and checkpointing would be left.
-_LEAST_ACTIVATIONS = 10
 # A climb tries about twenty neighbours a round; more than a few rounds bring nothing.
 _MOST_ROUNDS = 6
 _MOST_SIMULATIONS = 80
@@ -566,73 +562,8 @@ class _LayoutSearch(Space):
         """Why nothing fits, and the nearest change that would."""
         smallest = self._placement(self._least_gpu())
         if self._fits_gpu(smallest):
-            return self._host_refusal()
-        placer = self.placer
-        limit, needed = self.problem.budget.gpu_bytes or 0, smallest.gpu_bytes(smallest.smallest)
-        blocks, module = placer.needs.smallest(smallest.managed)
-        other = self.profile.peak_non_model_bytes
-        words = self.problem.budget.words
-        cures = [f"{format_bytes(needed - limit, is_rounded_up=True)} {words.more}"]
-        share = 100 * (limit - needed + other) // other if other else 0
-        if share >= _LEAST_ACTIVATIONS and smallest.update_bytes(blocks) <= limit:
-            how = "" if self.profile.is_recomputing else ", or activation checkpointing"
-            cures.append(f"activations cut to {share}% (a batch that much smaller{how})")
-        if needed - limit <= placer.saved_by_smaller_chunks(smallest.chunks, blocks):
-            cures.append("perhaps a smaller chunk_size")
-        parts = gpu_parts(smallest.at_peak, placer.scheme, blocks, module)
-        return CapacityError(
-            f"{words.memory}: even with as much as possible beside it, a rank needs {format_bytes(needed)} ({parts}),"
-            f" but there are {format_bytes(limit)}. What would fit: {', or '.join(cures)}.",
-            resource="GPU",
-            lacking_bytes=needed - limit,
-        )
-
-    def _host_refusal(self) -> CapacityError:
-        """Against the placement that keeps as much as possible on the GPU."""
-        problem = self.problem
-        placement = self._placement(self._least_host())
-        use = placement.use
-        limit = problem.budget.cpu_bytes or 0
-        lacking = use.host_bytes - limit
-        words = problem.budget.words
-        how = f" (raise {words.host_limit})" if words.host_limit else ""
-        # With what is kept back of it
-        of_host = host_bytes_for(use.host_bytes) - host_bytes_for(limit)
-        more = lacking if words.is_limit_usable else of_host
-        cures = [f"{format_bytes(more, is_rounded_up=True)} more host memory for each rank{how}"]
-        on_nvme = self._nvme_cure(placement.chunks)
-        if on_nvme is not None:
-            cures.append(on_nvme)
-        cures.append("a smaller model" + ", or an optimizer with fewer states" * (use.host_state_bytes > 0))
-        # What more ranks, each on a host of its own, do not divide.
-        whole = 0 if problem.request.distributed_storage else use.host_param_bytes
-        if limit > whole:
-            hosts = math.ceil((use.host_bytes - whole) * problem.world_size / (limit - whole))
-            cures.append(f"{hosts} {words.devices} on as many hosts")
-        return CapacityError(
-            f"host memory: with as much on the {words.device} as it holds, each rank still needs"
-            f" {format_bytes(use.host_bytes)} on the host ({host_parts(use)}), but there are {format_bytes(limit)}."
-            f" What would fit: {', or '.join(cures)}.",
-            resource="host",
-            lacking_bytes=lacking,
-        )
-
-    def _nvme_cure(self, chunks: Sequence[ChunkSpec]) -> str | None:
-        """What has to go on to NVMe, with what is there already, or what a disk leaves to the host; None if it is no
-        cure."""
-        scheme, limit = self.placer.scheme, self.problem.budget.cpu_bytes or 0
-        if scheme.regime.whole_update_bytes:
-            return None  # such states stay in memory
-        spilling, whose = Spilling(scheme), "optimizer states"
-        use = memory_use(spilling.states(in_host_memory(chunks), limit, None), 0, scheme)
-        if use.host_bytes > limit:
-            moved = spilling.states_and_params(in_host_memory(chunks), limit, sys.maxsize)
-            if moved is None:
-                least = format_bytes(use.host_bytes, is_rounded_up=True)
-                return f"{least} on the host beside a disk (nvme_offload_dir; {STREAMABLE})" if use.nvme_bytes else None
-            use, whose = memory_use(moved, 0, scheme), "optimizer states and parameters"
-        nbytes = format_bytes(use.nvme_bytes, is_rounded_up=True)
-        return f"{nbytes} of NVMe for each rank's {whose} (nvme_offload_dir; {STREAMABLE})"
+            return host_refusal(self._placement(self._least_host()), self.placer, self.problem)
+        return gpu_refusal(smallest, self.placer, self.profile)
 
 
 def _alternatives(
