@@ -135,7 +135,8 @@ class StrategyOptions(Processes):
                 They take the place of `gradient_checkpointing_enable`. Default: what the model does by itself.
             gpu_margin_mem_ratio: auto: share of the GPU memory left beside rCache and activations that optimizer states
                 may take. Default: all of it.
-            gpu_memory_limit: Plan as if each GPU had no more. On the CPU accelerator this limits the rCache.
+            gpu_memory_limit: Plan as if each GPU had no more. On the CPU accelerator this is of the host memory that
+                plays a GPU, and about chunks alone: what a step has beside them is not counted.
             cpu_memory_limit: Plan as if each host had no more. Default: what is free, but for 2 GiB for each rank and a
                 fiftieth of it, at most a quarter.
             nvme_offload_fraction: cpu, const: share of the masters and optimizer states in host memory, by elements,
