@@ -1,33 +1,104 @@
 """One module that `Fabric` has set up: its engine, its optimizers, and the plans of its first steps.
 
-Fabric does not tell what a training step is: the loop is the user's. So the first step cannot be foreseen by a dry run.
-It runs with as little on the device as possible and is watched, and the plan is made from what it took
-(`strategy/warm_up.py`). A step begins with the first forward with gradients after an optimizer's step.
+Fabric does not tell what a training step is: the loop is the user's. So the first step can be foreseen only where the
+user has given one as well (`GivenStep`). Else it runs with as little on the device as possible and is watched, and the
+plan is made from what it took (`strategy/warm_up.py`). A step begins with the first forward with gradients after an
+optimizer's step.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.memory_limits import keep_within
 from lightning_elixir.optimizer import ElixirOptimizer
+from lightning_elixir.patterns.placed import placed_modules
+from lightning_elixir.plan.activations import ModelBlock
+from lightning_elixir.plan.ignored import ignored_in_fp32
+from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.memory import fair_part
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.regime import TrainingRegime
+from lightning_elixir.profiling.blocks import blocks_of
+from lightning_elixir.profiling.fake_step import StepFn, profile_memory
 from lightning_elixir.runtime.phases import Phase
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.limited_handle import LimitedHandle
+from lightning_elixir.strategy.pattern_sizes import Step
 from lightning_elixir.strategy.reservation import Reservation
 from lightning_elixir.strategy.several_optimizers import last_times, regime_with
 from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.warm_up import WarmUp
 from lightning_elixir.wrapper import ElixirModule
+
+NO_STEP = (
+    "under Fabric the training step is a loop of the user's: ElixirStrategy(step_fn=..., inp=...) has one to look at"
+)
+
+
+@dataclass(frozen=True)
+class GivenStep:
+    """A step such as those of the user's loop, which is run without values."""
+
+    step_fn: StepFn
+    inp: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, step_fn: StepFn | None, inp: Mapping[str, Any] | None) -> GivenStep | None:
+        """None if none was given.
+
+        Raises:
+            PlanError: One of the two is missing.
+        """
+        if step_fn is None and inp is None:
+            return None
+        if not callable(step_fn) or not isinstance(inp, Mapping):
+            raise PlanError(
+                "step_fn and inp belong together: step_fn(model, inp) runs forward and backward of one step, and inp is"
+                f" a dict of its inputs; got step_fn={step_fn!r:.60} and inp={inp!r:.60}"
+            )
+        return cls(step_fn, inp)
+
+    def of_model(self, module: nn.Module, planner: Planner) -> Step:
+        """What it does with a model, as that is when the result is called."""
+        _check_not_placed(module)
+        kept = planner.kept_fp32(module) | ignored_in_fp32(planner.ignored(module))
+        blocks = blocks_of(module, planner.config.placement_request().activations)
+        return lambda: self._profile(module, planner, kept, blocks)
+
+    def of_engine(self, handle: EngineHandle, planner: Planner) -> MemoryProfile:
+        """What it does with a model in an engine."""
+        _check_not_placed(handle.engine.module)
+        plan = handle.engine.plan
+        kept = kept_in(plan) | ignored_in_fp32(plan.ignored)
+        return self._profile(handle.engine.module, planner, kept, plan.activations)
+
+    def _profile(
+        self, module: nn.Module, planner: Planner, kept_fp32: frozenset[str], blocks: Sequence[ModelBlock]
+    ) -> MemoryProfile:
+        with torch.compiler.set_stance("force_eager"):
+            return profile_memory(
+                module,
+                self.inp,
+                self.step_fn,
+                planner.compute_dtype,
+                autocast=planner.has_autocast,
+                keep_fp32=sorted(kept_fp32) or None,
+                master_weights=False,  # what is kept has been decided
+                blocks=[block.name for block in blocks],
+            )
+
+
+def _check_not_placed(module: nn.Module) -> None:
+    if next(placed_modules(module), None) is not None:
+        raise PlanError("parallelize_module() has cut the model, whose DTensors need values")
 
 
 class ModelShare:
@@ -60,10 +131,12 @@ class FabricRun:
         handle: Its engine.
         planner: Makes its plans.
         share: What it may use.
+        step: One that was given; None: the first one is watched.
     """
 
-    def __init__(self, handle: EngineHandle, planner: Planner, share: ModelShare) -> None:
+    def __init__(self, handle: EngineHandle, planner: Planner, share: ModelShare, step: GivenStep | None) -> None:
         self.handle = handle
+        self._step = step
         self.share = share
         self._planner = planner
         self._optimizers: list[weakref.ref[ElixirOptimizer]] = []
@@ -150,8 +223,13 @@ class FabricRun:
                 "): chunks are laid out by what trains. Freeze before setup(); to change it later, save, build the"
                 " model anew, and set that up"
             )
-        self._warm_up.before_batch(_cannot_foresee)
+        self._warm_up.before_batch(self._foresee)
         self._reservation.take()
+
+    def _foresee(self) -> MemoryProfile:
+        if self._step is None:
+            raise PlanError(NO_STEP)
+        return self._step.of_engine(self.handle, self._planner)
 
     def after_step(self) -> None:
         """One of the optimizers has stepped."""
@@ -167,7 +245,3 @@ class FabricRun:
         """Free what the engine holds."""
         self.forget()
         self.engine.close()
-
-
-def _cannot_foresee() -> MemoryProfile:
-    raise PlanError("under Fabric the training step is a loop of the user's")

@@ -36,6 +36,7 @@ from lightning_elixir.errors import CapacityError, PlanError, StateError
 from lightning_elixir.memory_limits import MemoryLimits, change_limits
 from lightning_elixir.optim.elementwise import inner_maker
 from lightning_elixir.patterns.placed import placed_modules
+from lightning_elixir.profiling.fake_step import StepFn
 from lightning_elixir.strategy.blockwise import compile_by_blocks
 from lightning_elixir.strategy.device_meshes import MeshAccess
 from lightning_elixir.strategy.engine_handle import EngineHandle
@@ -43,7 +44,7 @@ from lightning_elixir.strategy.engine_strategy import EngineStrategy, move_metri
 from lightning_elixir.strategy.fabric_checkpoints import engine_around, load_folder, save_folder
 from lightning_elixir.strategy.fabric_optimizer import SteppedByFabric, point_to, set_up_optimizer
 from lightning_elixir.strategy.fabric_precision import FabricElixirPrecision, fabric_precision
-from lightning_elixir.strategy.fabric_run import FabricRun, ModelShare
+from lightning_elixir.strategy.fabric_run import NO_STEP, FabricRun, GivenStep, ModelShare
 from lightning_elixir.strategy.model_init import give_meta_buffers_memory, made_by_first_rank
 from lightning_elixir.strategy.pattern_sizes import Step
 from lightning_elixir.strategy.processes import PreparedStart
@@ -55,10 +56,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
-
-
-def _no_step(planner: Planner) -> Step:
-    raise PlanError("under Fabric the training step is a loop of the user's")
 
 
 class _Parallel(FabricParallelStrategy):
@@ -94,14 +91,27 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
             device mesh whose dimension "tensor_parallel" is for `parallelize_module`; gives the module back. It takes
             `tensor_parallel_size`, and no `fully_shard`. Models that are made in `init_module` then have their values
             on every rank.
+        step_fn: Runs forward and backward of a step such as those of your loop, on (model, inp), as of
+            `profile_memory`: without values, on a copy of each module with something to train that is set up. The first
+            plan and sizes of patterns that are "auto" go by it. Where it raises, and without it, the first step is
+            watched instead, and of such sizes the first that fits is taken.
+        inp: What it gets: a dict of tensors of the shapes of a batch, on any device.
     """
 
     _script_launcher = FabricSubprocessScriptLauncher
     _process_launcher = _Launcher
 
-    def __init__(self, *args: Any, parallelize_fn: ParallelizeFn | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        parallelize_fn: ParallelizeFn | None = None,
+        step_fn: StepFn | None = None,
+        inp: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self._parallelize_fn = parallelize_fn
+        self._given_step = GivenStep.of(step_fn, inp)
 
     # Processes
 
@@ -296,7 +306,7 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
         share = ModelShare(wanted_bytes(module), lambda: self._runs)
         make_planner = partial(self._planner, share, is_training=is_training)
         if is_training:  # one that is not leaves them open, which counts as 1
-            self._settle_sizes(module, make_planner, _no_step, is_training=True)
+            self._settle_sizes(module, make_planner, partial(self._step_of, module), is_training=True)
         planner = make_planner()
         earlier = self._runs
         try:
@@ -312,11 +322,16 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
                 resource=error.resource,
                 lacking_bytes=error.lacking_bytes,
             ) from error
-        run = FabricRun(handle, planner, share)
+        run = FabricRun(handle, planner, share, self._given_step)
         self._known = [weakref.ref(each) for each in (*earlier, run)]
         for other in earlier:
             other.yield_memory()
         return run
+
+    def _step_of(self, module: nn.Module, planner: Planner) -> Step:
+        if self._given_step is None:
+            raise PlanError(NO_STEP)
+        return self._given_step.of_model(module, planner)
 
     def _parallelize(self, module: nn.Module) -> None:
         if self._parallelize_fn is None or next(placed_modules(module), None) is not None:

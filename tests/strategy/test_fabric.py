@@ -99,6 +99,37 @@ def test_placements_agree(how: str) -> None:
         _assert_same(train(strategy, loops[how]), expected)
 
 
+def _given_step(net: nn.Module, inp: Any) -> None:
+    nn.functional.cross_entropy(net(inp["x"]).float(), inp["y"]).backward()
+
+
+def _values_in_it(net: nn.Module, inp: Any) -> None:
+    if net(inp["x"]).sum() > 0:
+        _given_step(net, inp)
+
+
+@pytest.mark.parametrize(
+    ("step", "precision", "changes"),
+    [(_given_step, "32-true", []), (_given_step, "bf16-mixed", []), (_values_in_it, "32-true", [1])],
+)
+def test_a_given_step_finds_the_plan_before_the_first_one(step: Any, precision: Any, changes: list[int]) -> None:
+    loop, (x, y), plans = Loop(precision=precision), batch_of(0), []
+    fabric = make_fabric({**CHUNK, "gpu_memory_limit": "8MiB", "step_fn": step, "inp": {"x": x, "y": y}}, loop)
+    model, optimizer = set_up(fabric, loop)
+    model.register_forward_hook(lambda *_: plans.append(fabric.strategy.plan))
+    run = collect(fabric, model, optimizer, run_steps(fabric, model, optimizer, loop))
+    fabric.strategy.close()
+    _assert_same(run, train({**CHUNK, "placement_policy": "cuda"}, loop), is_tight=False)
+    found = [plan.fingerprint() for plan in plans]
+    assert [i for i in range(1, len(found)) if found[i] != found[i - 1]] == changes
+    assert plans[-1].is_all_resident
+
+
+def test_a_step_and_its_inputs_belong_together() -> None:
+    with pytest.raises(PlanError, match="step_fn and inp belong together"):
+        ElixirStrategy(step_fn=_given_step)
+
+
 def test_same_as_trainer_in_mixed_precision() -> None:
     """Whose numbers are compared with plain PyTorch elsewhere."""
     from tests.strategy.models import Net, fit

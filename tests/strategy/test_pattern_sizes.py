@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -260,29 +261,54 @@ def test_models_without_patterns_are_told_of_once() -> None:
     assert second[2] == []
 
 
-def set_up_with_fabric(limit: str) -> Any:
+def language_step(net: Any, inp: Any) -> None:
+    net(**inp).loss.backward()
+
+
+def failing_step(net: Any, inp: Any) -> None:
+    raise ValueError("no such step")
+
+
+def set_up_with_fabric(bytes_per_s: float, limit: str, step: Any) -> Any:
     world = int(os.environ["WORLD_SIZE"])
-    options = {**OPEN, "hardware": machine(FAST, world), "gpu_memory_limit": limit}
+    options: dict[str, Any] = {**OPEN, "hardware": machine(bytes_per_s, world), "gpu_memory_limit": limit}
+    if step is not None:
+        tokens = torch.zeros(2, 8, dtype=torch.long)
+        options |= {"step_fn": step, "inp": {"input_ids": tokens, "labels": tokens}}
     run = Fabric(accelerator="cpu", devices=world, strategy=fabric.ElixirStrategy(**options))
     run.launch()
     with pytest.raises(PlanError, match="setup.. before setup_dataloaders"):
         run.setup_dataloaders(DataLoader(Tokens(), batch_size=2))
     net = make("qwen3_moe")
-    net, optimizer = run.setup(net, HybridAdam(net.parameters(), lr=1e-2))
-    loader = run.setup_dataloaders(DataLoader(Tokens(), batch_size=2))
-    for batch in loader:
+    net, optimizer = run.setup(net, HybridAdam(net.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.05))
+    loader = run.setup_dataloaders(DataLoader(Tokens(), batch_size=2), use_distributed_sampler=True)
+    for batch in [*loader, *loader]:
         optimizer.zero_grad()
         run.backward(net(input_ids=batch, labels=batch).loss)
+        run.clip_gradients(net, optimizer, max_norm=1.0)
         optimizer.step()
-    return run.strategy.plan.mesh, weighing_lines(run.strategy.plan)[0]
+    state = run.strategy.get_module_state_dict(net)
+    return run.strategy.plan.mesh, weighing_lines(run.strategy.plan), {f"net.{name}": t for name, t in state.items()}
 
 
-@pytest.mark.parametrize(("limit", "mesh"), [("1GiB", Mesh(2)), ("200KiB", Mesh(2, expert=2))], ids=str)
-def test_fabric_takes_the_first_that_fits(limit: str, mesh: Mesh) -> None:
+OF_FABRIC: dict[str, tuple[float, str, Any, Mesh, str]] = {
+    "given": (SLOW, "1GiB", language_step, Mesh(2, expert=2), "expert 2: "),
+    "failing": (SLOW, "1GiB", failing_step, Mesh(2), "no such step"),
+    "none": (SLOW, "1GiB", None, Mesh(2), "under Fabric the training step is a loop of the user's"),
+    "none-and-little-memory": (FAST, "200KiB", None, Mesh(2, expert=2), "loop of the user's"),
+}
+
+
+@pytest.mark.parametrize("case", telling(OF_FABRIC, "given", "none-and-little-memory"))
+def test_under_fabric_a_given_step_decides_or_the_first_that_fits(case: str) -> None:
     need_experts_in_one_module()
-    for found, why in run_ranks(set_up_with_fabric, 2, limit, init_group=False):
+    bytes_per_s, limit, step, mesh, reason = OF_FABRIC[case]
+    results = run_ranks(set_up_with_fabric, 2, bytes_per_s, limit, step, init_group=False)
+    for found, (why, *ways), _ in results:
         assert found == mesh
-        assert why.endswith("(under Fabric the training step is a loop of the user's)")
+        assert reason in why
+        assert (" of it for exchanges" in ways[-1]) is (step is language_step)
+    assert difference(results[0][2], fit_plain("qwen3_moe", 2)) < CLOSE
 
 
 def fit_cut_by_torch() -> None:
