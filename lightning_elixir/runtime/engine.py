@@ -271,7 +271,8 @@ class Engine:
         """End a forward or a backward that a signal cut short before the engine could note its end."""
         if self.phases.is_computing and self.phases.is_interrupted:
             if self.phase is Phase.FORWARD:
-                self.forwards.abort()
+                if not self.forwards.is_running:
+                    self.forwards.abort()
             elif torch._C._current_graph_task_id() == -1:
                 self.backwards.abort()
 

@@ -25,10 +25,10 @@ hooks, which the compiler leaves out: a graph ends there, and another begins.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -66,6 +66,19 @@ _FEW_CHUNKS = 4
 _OF_HOOKS = tuple(f"lightning_elixir.{room}" for room in ("core", "plan", "storage", "optim", "stepping", "runtime"))
 
 
+def _frames_of_python() -> Iterator[FrameType]:
+    """Of the calls that run on this thread, the last first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_of_hooks(frame: FrameType) -> bool:
+    """Whether it is what tells the engine of a forward, and may have ended before the forward does."""
+    return str(frame.f_globals.get("__name__", "")).startswith(("lightning_elixir.runtime.", "torch._dynamo."))
+
+
 class _Access(NamedTuple):
     """What a module's forward needs."""
 
@@ -91,8 +104,6 @@ class _Frame:
     depth: int = 0
     """How often the module's forward runs inside itself."""
     hooks: ThreadHooks | None = None
-    graph_task: int = -1
-    """The backward of autograd's in which it is recomputed; -1: none."""
     innermost: object = False
     """What packs the tensors that autograd saves inside; False where it saved none when the forward began."""
 
@@ -116,6 +127,7 @@ class Forwards:
         self._is_implicit = False  # a module hook has opened the region, not the model's owner
         self._error_at_entry: BaseException | None = None
         self._region_hooks: ThreadHooks | None = None
+        self._begun_in: FrameType | None = None  # the call that the region is as long as
         self._all_modules = modules = list(engine.module.modules())
         self._statistics = [m for m in modules if getattr(m, "track_running_stats", False)]
         self._has_own_statistics = False
@@ -213,6 +225,7 @@ class Forwards:
         self._has_own_statistics = engine.comm.world_size > 1 and bool(self._statistics) and torch.is_grad_enabled()
         engine.iterations.begin(is_training=torch.is_grad_enabled())
         self._phases.enter(Phase.FORWARD, self.its_turn())
+        self._begun_in = next((frame for frame in _frames_of_python() if not _is_of_hooks(frame)), None)
         try:
             engine.activations.begin_forward()
             self._region_hooks = self._enter_saved_hooks()
@@ -268,7 +281,14 @@ class Forwards:
             self._close_region()
             self._engine.iterations.abandon()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the call that the region is as long as has not ended: a signal that has been handled since was caught
+        inside, or came where Python ignores exceptions, as in a `__del__`."""
+        return self._begun_in is not None and any(frame is self._begun_in for frame in _frames_of_python())
+
     def _close_region(self) -> None:
+        self._begun_in = None
         hooks, self._region_hooks = self._region_hooks, None
         if hooks is not None:
             hooks.__exit__()
@@ -320,7 +340,7 @@ class Forwards:
         elif self._frames and self._frames[-1].access.is_changing:
             self._hold(self._frames[-1], ())  # so that no more is held at once than where nothing was covered
         self._entered_ids.add(id(module))
-        frame = _Frame(module, graph_task=torch._C._current_graph_task_id())
+        frame = _Frame(module)
         self._frames.append(frame)
         access = self._accesses.get(id(module))
         if access is not None:
@@ -372,6 +392,8 @@ class Forwards:
 
     def exit_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A module's forward is over."""
+        if self._phases.is_interrupted and self._turn.is_mine():
+            self._leave_unended(module)
         if not self._frames or self._frames[-1].module is not module or not self._turn.is_mine():
             return  # a module above covers it, or the region was aborted, or it has been refused
         frame = self._frames[-1]
@@ -383,10 +405,16 @@ class Forwards:
                 self._context_tensors.take_out(inputs, output)
             self._exit_module(frame, output)
 
+    def _leave_unended(self, module: nn.Module) -> None:
+        """Leave the forwards inside a module's that a signal has ended, of which torch tells nobody."""
+        if any(frame.module is module for frame in self._frames):
+            with deferred():
+                while self._frames[-1].module is not module:
+                    self._hold(self._frames[-1], ())
+                    self._leave_frame()
+
     def _exit_module(self, frame: _Frame, output: Any) -> None:
-        self._frames.pop()
-        if frame.hooks is not None:
-            frame.hooks.__exit__()
+        self._leave_frame()
         if frame.ids:
             if id(frame.module) in self._compiled and self._engine.backwards.is_guarded:
                 self._engine.interception.guard_again(frame.ids)
@@ -403,13 +431,17 @@ class Forwards:
                 self._end_region()
                 self.watch_outputs(output)
 
+    def _leave_frame(self) -> _Frame:
+        """The module whose forward began last saves through others again; what it holds stays."""
+        frame = self._frames.pop()
+        if frame.hooks is not None:
+            frame.hooks.__exit__()
+        return frame
+
     def clear_frames(self) -> None:
         """After an exception that may have passed by the modules' exits."""
         while self._frames:
-            frame = self._frames.pop()
-            # Those of a recomputation are gone already: an exception that leaves autograd's backward takes them along.
-            if frame.hooks is not None and frame.graph_task == torch._C._current_graph_task_id():
-                frame.hooks.__exit__()
+            self._leave_frame()
 
     # Saved tensors
 

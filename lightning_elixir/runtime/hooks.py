@@ -256,17 +256,22 @@ def innermost_pack() -> Callable[[Tensor], Any] | None:
 
 
 class ThreadHooks(torch.autograd.graph.saved_tensors_hooks):
-    """Hooks for saved tensors, which torch keeps for each thread: those of another one are not taken away."""
+    """Hooks for saved tensors, which torch keeps for each thread and for each backward: those of another one are not
+    taken away. (An exception that leaves autograd's backward takes along what was entered in it.)"""
 
-    _thread = 0
+    _place = (0, 0)
 
     def __enter__(self) -> None:
-        self._thread = threading.get_ident()
+        self._place = self._here()
         super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        if self._thread == threading.get_ident():
+        if self._place == self._here():
             super().__exit__(*error)
+
+    @staticmethod
+    def _here() -> tuple[int, int]:
+        return threading.get_ident(), torch._C._current_graph_task_id()
 
 
 class SavedTensors:

@@ -3,7 +3,8 @@
 Ctrl-C and other signals come between the events of the engine (a module's begin and end, a gradient, a step), not
 inside (Note: signals, `core/signals.py`): the forward or backward is aborted as by any exception, and training can go
 on with the next one. Where a signal comes just when a forward or backward has ended, that end is not noted; the next
-call sees that a signal was there, and aborts then (`Engine.leave_interrupted`). An exception in the middle of a step,
+call sees that a signal was there, and aborts then (`Engine.leave_interrupted`), unless the forward still runs, whose
+code has caught what the signal raised. An exception in the middle of a step,
 or of a move to another placement, closes the engine for good (`Engine.give_up`): what it holds is not whole, so it must
 not be trained on or saved.
 """

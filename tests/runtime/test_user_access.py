@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -374,6 +377,79 @@ def test_ctrl_c_in_a_nested_recomputation_leaves_a_working_engine(outer: bool, i
     plain(x).square().mean().backward()
     grads = module.full_grads()
     assert [name for name, p in plain.named_parameters() if not torch.equal(grads[name], p.grad)] == []
+    assert module.stats().evictions > 0
+
+
+class Raising:
+    """Whose end is interrupted; what `__del__` raises is ignored."""
+
+    def __del__(self) -> None:
+        _ctrl_c()
+
+
+class Undeterred(nn.Module):
+    """Ctrl-C in the forward, which goes on."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+        self.scale = nn.Parameter(torch.full((64,), 1.5))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x) * self.scale
+        with torch.autograd.graph.save_on_cpu():
+            x = self.layers[1](x)
+            try:
+                if self.way == "ignored":
+                    Raising()
+                elif self.way == "caught":
+                    _ctrl_c()
+                else:
+                    self.interrupted(x)
+            except KeyboardInterrupt:
+                x = x * 2
+            x = self.layers[2](x) * self.scale
+        result: Tensor = self.layers[3](x).square().mean()
+        return result
+
+    def interrupted(self, x: Tensor) -> None:
+        handle = self.layers[2].register_forward_pre_hook(_ctrl_c)
+        try:
+            self.layers[2](x)
+        finally:
+            handle.remove()
+
+
+def _ctrl_c(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+@pytest.mark.parametrize("way", ["caught", "caught inside", "ignored"])
+def test_a_forward_goes_on_after_a_signal_that_did_not_end_it(
+    way: str, is_part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the user's hooks for saved tensors are on, which were taken away in the place of ours."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    torch.manual_seed(0)
+    model = nn.Sequential(Undeterred(way))
+    plain = copy.deepcopy(model)
+    module = ElixirModule(model, replace(make_plan(model, **TIGHT), rcache_blocks=4), device=CPU)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(4, 64)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model[0](x) if is_part else module(x)
+        assert innermost_pack() is None
+        optimizer.backward(loss)
+        plain.zero_grad()
+        expected = plain(x)
+        expected.backward()
+        grads = module.full_grads()
+        assert loss.item() == expected.item()
+        assert [name for name, p in plain.named_parameters() if not torch.equal(grads[name], p.grad)] == []
+    optimizer.step()
     assert module.stats().evictions > 0
 
 
