@@ -196,7 +196,8 @@ def make_device_mesh(
     device: torch.device,
     meet: Callable[[], None],
 ) -> Any:
-    """A mesh of two dimensions over all ranks. Collective. One process gets a group for it.
+    """A mesh of two dimensions over all ranks. Collective. One process by itself gets a default group for it; when that
+    was destroyed, and this is called again, groups have the same names, by which earlier meshes find theirs.
 
     Args:
         groups: Of ranks that are neighbours along the inner dimension, in the order of the outer one.

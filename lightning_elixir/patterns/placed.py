@@ -87,8 +87,9 @@ class Placed:
     def bind(self, wire: Wire | None) -> None:
         """Have collectives go over this from now on; None: there is no engine any more."""
         self._wire = wire
-        group: _Group = self.mesh.get_group()
-        group.bind(wire)
+        if wire is not None or self.is_connected:
+            group: _Group = self.mesh.get_group()
+            group.bind(wire)
 
     def as_seen(self, name: str, tensor: Tensor) -> Tensor:
         """What code that asks for a parameter gets: a DTensor where it computes."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from lightning_elixir.core.meeting_group import make_device_mesh, told_apart
 from lightning_elixir.errors import PlanError, StateError
@@ -34,13 +35,14 @@ class MeshAccess:
     def __init__(self, make: Callable[[], DeviceMesh]) -> None:
         self._make: Callable[[], DeviceMesh] | None = make
         self._made: DeviceMesh | None = None
+        self._world: Any = None  # the default group, where this process is by itself and has it for the mesh alone
         self._token = object()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshAccess:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_make": None, "_made": None, "_token": None}  # another process has other groups
+        return {"_make": None, "_made": None, "_world": None, "_token": None}  # another process has other groups
 
     @property
     def is_made(self) -> bool:
@@ -58,8 +60,22 @@ class MeshAccess:
                 raise PlanError("this rank builds the model without values, and a device mesh sends some")
             if self._make is None:
                 raise StateError("this device mesh was made in another process: build the model in configure_model")
+            is_alone = not dist.is_initialized()
             self._made = told_apart(self._make(), self._token)
+            self._world = dist.group.WORLD if is_alone else None
         return self._made
+
+    def begin(self) -> None:
+        """A run begins that goes on with a mesh of an earlier one."""
+        if self._world is not None and self._make is not None and not dist.is_initialized():
+            self._make()
+            self._world = dist.group.WORLD
+
+    def end(self) -> None:
+        """The run is over: a process by itself has no group any more, and is taken for one of several by nobody. What
+        is cut over the mesh still computes, since one rank exchanges nothing."""
+        if self._world is not None and dist.group.WORLD is self._world:
+            dist.destroy_process_group()
 
     def __getitem__(self, name: str | tuple[str, ...]) -> DeviceMesh:
         found: DeviceMesh = told_apart(self.mesh()[name], self._token)

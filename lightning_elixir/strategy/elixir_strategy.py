@@ -200,6 +200,8 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         known: Any = module._device_mesh
         if isinstance(known, MeshAccess) and known.is_made and next(placed_modules(module), None) is not None:
             self._device_mesh = known  # of an earlier run that cut it: a new one would be made in the middle of a step
+            known.begin()
+            self._meshes.append(known)
         module._device_mesh = self._device_mesh  # type: ignore[assignment]  # which it stands for
         with built_by_first_rank(self._comm, self.root_device, module, build or module.configure_model):
             yield
@@ -490,6 +492,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         self._rest()
         self._free_lost()
         self._sharded.finish()
+        self._end_meshes()
 
     def _free_lost(self) -> None:
         """Free what an engine that has failed holds. The garbage collector could not: errors keep frames, these losses,
@@ -728,6 +731,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         self.precision_plugin.attach_optimizer(None)
         if handle is not None:
             handle.engine.close()
+        self._end_meshes()
         self.disconnect()
 
     # Access

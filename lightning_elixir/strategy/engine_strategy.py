@@ -71,6 +71,7 @@ class EngineStrategy(StrategyOptions, ABC):
         self._threads: ThreadPlan | None = None
         self._is_timing_told = False
         self._device_mesh: MeshAccess | None = None
+        self._meshes: list[MeshAccess] = []  # of this run
         self._sharded = ShardedCheckpoints(self._config.async_save)
 
     def _without_run(self) -> dict[str, Any]:
@@ -80,6 +81,7 @@ class EngineStrategy(StrategyOptions, ABC):
             "_choice": None,
             "_figures": None,
             "_device_mesh": None,
+            "_meshes": [],
             "_comm": SoloComm(),  # until it runs
             "_sharded": ShardedCheckpoints(self._config.async_save),
         }
@@ -128,9 +130,16 @@ class EngineStrategy(StrategyOptions, ABC):
         own. None before the processes are connected."""
         return self._device_mesh
 
-    def _new_mesh_access(self) -> MeshAccess | None:
+    def _new_mesh_access(self) -> MeshAccess:
         mesh = self._config.mesh(self._comm.world_size)
-        return MeshAccess(partial(self._new_device_mesh, mesh))
+        access = MeshAccess(partial(self._new_device_mesh, mesh))
+        self._meshes.append(access)
+        return access
+
+    def _end_meshes(self) -> None:
+        for mesh in self._meshes:
+            mesh.end()
+        self._meshes.clear()
 
     def _new_device_mesh(self, mesh: Mesh) -> DeviceMesh:
         if self._config.tensor_parallel_size == "auto":

@@ -565,4 +565,5 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
         for run in self._runs:
             run.close()
         self._in_place.close()
+        self._end_meshes()
         self.disconnect()

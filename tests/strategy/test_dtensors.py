@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import time
 import weakref
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -299,6 +301,44 @@ def fit_and_forget() -> bool:
 def test_a_model_goes_when_nothing_uses_it() -> None:
     """Torch keeps groups for ever, and these know the engine."""
     assert all(run_ranks(fit_and_forget, 2, init_group=False))
+
+
+def fit_alone() -> tuple[list[bool], list[Tensor]]:
+    """On one device: whether there is a process group, in runs and after them, and what the model computes."""
+    model, x, is_there, results = Chain(), torch.randn(2, 16), [], []
+    model.on_train_end = lambda: is_there.append(dist.is_initialized())  # type: ignore[method-assign]
+    for policy in ("cpu", "cpu", "cuda"):
+        strategy = ElixirStrategy(placement_policy=policy, chunk_size="1KiB")
+        trainer_of(strategy, 1, max_steps=1).fit(model, DataLoader(torch.randn(16, 16), batch_size=2))
+        is_there.append(dist.is_initialized())
+        results.append(model(x).detach().clone())
+    strategy.close()
+    return is_there, results
+
+
+def fabric_alone() -> tuple[bool, bool]:
+    fabric_module = pytest.importorskip("lightning.fabric")
+    from lightning_elixir.fabric import ElixirStrategy as FabricStrategy
+
+    def cut(net: Chain, mesh: Any) -> Chain:
+        net.cut(mesh["tensor_parallel"])
+        return net
+
+    run = fabric_module.Fabric(strategy=FabricStrategy(parallelize_fn=cut), accelerator="cpu", devices=1)
+    run.launch()
+    net = Chain()
+    run.setup(net, HybridAdam(net.parameters(), lr=1e-3))
+    is_there = dist.is_initialized()
+    run.strategy.close()
+    return is_there, dist.is_initialized()
+
+
+def test_one_device_has_a_process_group_in_runs_alone() -> None:
+    """Which a device mesh needs. What came later in the process took it for one of several."""
+    is_there, results = run_ranks(fit_alone, 1, init_group=False)[0]
+    assert is_there == [True, False] * 3
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(results))
+    assert run_ranks(fabric_alone, 1, init_group=False) == [(True, False)]
 
 
 SAMPLES = torch.randn(6, 4, 16, generator=torch.Generator().manual_seed(0))
