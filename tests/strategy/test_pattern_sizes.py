@@ -27,11 +27,22 @@ from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.pattern_fits import SMALL, Model, Tokens, fit_plain, make, trainer_of
 from tests.helpers.patterns import EXPERT, difference
 from tests.helpers.releases import need_experts_in_one_module
-from tests.helpers.tiers import telling
+from tests.helpers.tiers import full, telling
 
 CLOSE = 1e-5
 OPEN = {"tensor_parallel_size": "auto", "expert_parallel_size": "auto"}
 SLOW, FAST = 1e6, 1e12  # bytes a second, between ranks
+
+
+class Listener(logging.Handler):
+    """What is logged, of this level and above."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
 
 
 def machine(bytes_per_s: float, world: int) -> HardwareSpec:
@@ -179,6 +190,50 @@ def test_what_was_chosen_stays() -> None:
     assert asked == ["loader", "batch", "batch"] * 3  # two epochs each; nothing of what was asked before
 
 
+def fit_an_epoch(bytes_per_s: float, state_dict_type: Any, load: str | None, save: str | None) -> Any:
+    """As a process of its own, which knows of no earlier choice: the sizes, what is logged of them, the whole model."""
+    world, heard, log = int(os.environ["WORLD_SIZE"]), Listener(logging.INFO), logging.getLogger("lightning_elixir")
+    level = log.level
+    log.addHandler(heard)
+    log.setLevel(logging.INFO)
+    strategy = ElixirStrategy(**OPEN, hardware=machine(bytes_per_s, world), state_dict_type=state_dict_type)
+    trainer, model = trainer_of(strategy, world, gradient_clip_val=1.0), WithData("qwen3_moe")
+    trainer.fit_loop.max_epochs = 1 if load is None else 2
+    trainer.fit(model, ckpt_path=load)
+    log.removeHandler(heard)
+    log.setLevel(level)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    handle = EngineHandle.of(model)
+    assert handle is not None
+    state = {name: value.clone() for name, value in handle.engine.full_state_dict().items()}
+    return strategy.plan.mesh, [line for line in heard.told if line.startswith("sizes of parallel")], state
+
+
+@pytest.mark.parametrize(
+    ("links", "state_dict_type"),
+    [
+        ((SLOW, FAST), "sharded"),
+        full((FAST, SLOW), "sharded"),
+        full((SLOW, FAST), "full"),
+        full((FAST, SLOW), "full"),
+    ],
+    ids=["to-one", "to-two", "to-one-in-one-file", "to-two-in-one-file"],
+)
+def test_what_is_resumed_elsewhere_may_have_other_sizes(
+    links: tuple[float, float], state_dict_type: str, tmp_path: Path
+) -> None:
+    need_experts_in_one_module()
+    path, found = str(tmp_path / "saved"), []
+    for speed, load, save in zip(links, (None, path), (path, None), strict=True):
+        found.append(run_ranks(fit_an_epoch, 2, speed, state_dict_type, load, save, init_group=False)[0])
+    assert [mesh for mesh, _, _ in found] == [Mesh(2, expert=2 if speed == SLOW else 1) for speed in links]
+    assert [len(told) for _, told, _ in found] == [1, 1]
+    for (told,), speed in zip([told for _, told, _ in found], links, strict=True):
+        assert ("patterns: expert 2: " in told) is (speed == SLOW)
+    assert difference(found[1][2], fit_plain("qwen3_moe", 2)) < CLOSE  # moments are those of the first epoch
+
+
 class Streamed(IterableDataset[Tensor]):
     def __iter__(self) -> Any:
         return iter(Tokens()[index] for index in range(8))
@@ -233,17 +288,8 @@ def test_without_a_step_to_weigh_by_the_first_that_fits_is_taken(kind: str) -> N
         assert left in (None, 2)  # one batch, and nothing of what was asked before
 
 
-class Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.told: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.told.append(record.getMessage())
-
-
 def fit_language() -> Any:
-    heard = Warnings()
+    heard = Listener(logging.WARNING)
     logging.getLogger("lightning_elixir").addHandler(heard)
     mesh, lines, _, _ = fit("language", SLOW, {})
     logging.getLogger("lightning_elixir").removeHandler(heard)
