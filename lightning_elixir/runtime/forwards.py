@@ -392,8 +392,9 @@ class Forwards:
 
     def exit_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A module's forward is over."""
-        if self._phases.is_interrupted and self._turn.is_mine():
-            self._leave_unended(module)
+        if self._phases.is_interrupted and self._turn.is_mine() and any(f.module is module for f in self._frames):
+            with deferred():
+                self._leave_unended(module)
         if not self._frames or self._frames[-1].module is not module or not self._turn.is_mine():
             return  # a module above covers it, or the region was aborted, or it has been refused
         frame = self._frames[-1]
@@ -407,11 +408,9 @@ class Forwards:
 
     def _leave_unended(self, module: nn.Module) -> None:
         """Leave the forwards inside a module's that a signal has ended, of which torch tells nobody."""
-        if any(frame.module is module for frame in self._frames):
-            with deferred():
-                while self._frames[-1].module is not module:
-                    self._hold(self._frames[-1], ())
-                    self._leave_frame()
+        while self._frames[-1].module is not module:
+            self._hold(self._frames[-1], ())
+            self._leave_frame()
 
     def _exit_module(self, frame: _Frame, output: Any) -> None:
         self._leave_frame()
