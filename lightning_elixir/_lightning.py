@@ -55,6 +55,7 @@ if TYPE_CHECKING or find_spec("lightning") is not None:
         MixedPrecision,
         Precision,
     )
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
     from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
     from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
@@ -106,6 +107,7 @@ else:
         MixedPrecision,
         Precision,
     )
+    from pytorch_lightning.plugins.environments import TorchElasticEnvironment
     from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
     from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
     from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
@@ -163,6 +165,7 @@ __all__ = [
     "to_uncompiled",
     "unwrap_fabric",
     "TorchCheckpointIO",
+    "TorchElasticEnvironment",
     "Trainer",
     "TrainerFn",
     "WeightAveraging",

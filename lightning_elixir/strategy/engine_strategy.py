@@ -112,6 +112,7 @@ class EngineStrategy(StrategyOptions, ABC):
     # Processes
 
     def setup_environment(self) -> None:
+        self.check_number_here()
         self._plugin.check_device(self.root_device.type)
         super().setup_environment()
         self._sharded.close()  # what was restored between two runs

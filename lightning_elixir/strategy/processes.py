@@ -7,6 +7,7 @@ cannot use CUDA if its parent has, and waits for ever for OpenMP's threads if it
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, TypeVar
@@ -19,6 +20,7 @@ from lightning_elixir._lightning import (
     CheckpointIO,
     ClusterEnvironment,
     Precision,
+    TorchElasticEnvironment,
     connect_processes,
     default_backend,
     is_interactive,
@@ -198,10 +200,32 @@ class Processes:
         if found != wanted:
             raise PlanError(
                 f"num_nodes={self.num_nodes} with devices={self.num_processes} are {wanted} processes, and {found} were"
-                f" started: start {self.num_processes} on each of {self.num_nodes} nodes (SLURM:"
-                f" --nodes={self.num_nodes} --ntasks-per-node={self.num_processes} without another --ntasks; torchrun:"
-                f" --nnodes={self.num_nodes} --nproc-per-node={self.num_processes}), or give the numbers that there are"
+                f" started: {self._cure}"
             )
+
+    def check_number_here(self) -> None:
+        """As `check_number`, of this node, which torchrun tells of (under SLURM Lightning refuses what is uneven).
+        Before they are connected: one that has no device never comes to that, and the others would wait for it.
+
+        Raises:
+            PlanError: There are others.
+        """
+        if not self.is_distributed:
+            return
+        wanted = self.num_processes
+        found = max(wanted, self.local_rank + 1)
+        if isinstance(self.cluster_environment, TorchElasticEnvironment):
+            found = int(os.environ.get("LOCAL_WORLD_SIZE", found))
+        if found != wanted:
+            raise PlanError(f"devices={wanted}, and on this node ({self.node_rank}) {found} were started: {self._cure}")
+
+    @property
+    def _cure(self) -> str:
+        return (
+            f"start {self.num_processes} on each of {self.num_nodes} nodes (SLURM: --nodes={self.num_nodes}"
+            f" --ntasks-per-node={self.num_processes} without another --ntasks; torchrun: --nnodes={self.num_nodes}"
+            f" --nproc-per-node={self.num_processes}), or give the numbers that there are"
+        )
 
     def set_world_ranks(self) -> None:
         """Tell the environment, and what logs on rank 0 only, which rank this is. Called by the Trainer."""

@@ -422,6 +422,24 @@ def test_uneven_tasks_of_slurm_are_refused_on_every_rank() -> None:
         assert "--ntasks-per-node=2" in told
 
 
+def three_and_one() -> str:
+    """Of 2 x 2 processes three on the first node, where one of them has no device."""
+    rank = int(os.environ["RANK"])
+    _describe(*((0, rank, 3) if rank < 3 else (1, 0, 1)))
+    try:
+        trainer_of(ElixirStrategy(), 2, 2).fit(Model(), DataLoader(DATA, batch_size=4))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_uneven_nodes_of_the_right_total_are_refused_on_every_rank() -> None:
+    """Three ranks waited, as long as `timeout` says, for the one that had ended in an `IndexError`."""
+    *first, second = run_ranks(three_and_one, 4, init_group=False, timeout_s=60)
+    assert all("devices=2, and on this node (0) 3 were started: start 2 on each of 2 nodes" in told for told in first)
+    assert "devices=2, and on this node (1) 1 were started" in second
+
+
 PROGRAM = """
 import os, sys, time
 import torch
