@@ -17,6 +17,7 @@ from lightning_elixir.fused.operators import Gate, NormKind, activation, rms_nor
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_epsilon")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_LARGE = 1e3  # beyond the limits at which some models cut values off
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -67,6 +68,7 @@ def gate_of(module: nn.Module) -> Gate | None:
         layers[name] = layer
     probe = twin(module, modules={**layers, "act_fn": act})
     x = torch.randn(2, 3, 4, generator=generator)
+    x = torch.cat((x, x * _LARGE))
     with torch.no_grad():
         try:
             theirs = type(module).forward(probe, x)
@@ -79,7 +81,7 @@ def gate_of(module: nn.Module) -> Gate | None:
 def _activation_of(act: Any) -> Gate | None:
     if not isinstance(act, nn.Module) or list(act.parameters()) or any(vars(act).get(name) for name in _HOOKS):
         return None
-    line = torch.linspace(-6, 6, 101)
+    line = torch.cat((torch.linspace(-6, 6, 101), torch.tensor([-_LARGE, _LARGE])))
     with torch.no_grad():
         try:
             values = act(line)
@@ -108,7 +110,8 @@ def mixture_of(module: nn.Module) -> Gate | None:
     )
     vars(probe).update({name: 3 for name in _COUNTS if name in vars(module)})
     tokens, weights = torch.randn(4, 8, generator=generator), torch.rand(4, 2, generator=generator)
-    numbers = torch.tensor([[0, 2], [2, 0], [2, 0], [0, 2]])  # one gets no tokens
+    tokens, weights = torch.cat((tokens, tokens * _LARGE)), torch.cat((weights, weights))
+    numbers = torch.tensor([[0, 2], [2, 0], [2, 0], [0, 2]] * 2)  # one gets no tokens
     with torch.no_grad():
         try:
             theirs = type(module).forward(probe, tokens, numbers, weights)

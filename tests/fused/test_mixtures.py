@@ -180,7 +180,7 @@ class Experts(nn.Module):
 
 def test_a_module_of_any_library_is_known_by_what_it_computes() -> None:
     tokens, numbers, weights, _, _ = make_operands()
-    model = nn.ModuleList([Experts(), Experts(limit=0.5)])
+    model = nn.ModuleList([Experts(), Experts(limit=50.0)])  # which no value here reaches
     expected = [m(tokens, numbers, weights) for m in model]
     swapped = fuse(model, True, torch.device("cpu"))
     assert dict(swapped.counts) == {("experts of a mixture", "Experts"): 1}

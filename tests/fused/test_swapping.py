@@ -226,6 +226,28 @@ class OtherRMSNorm(nn.Module):
         return self.weight * x / (x.norm() + self.eps)
 
 
+class CutOffMLP(nn.Module):
+    """As in transformers' deepseek_v4: values beyond a limit, which few tokens reach, are cut off."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.act_fn = nn.SiLU()
+        self.limit = limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x).clamp(max=self.limit)
+        up = self.up_proj(x).clamp(min=-self.limit, max=self.limit)
+        result: Tensor = self.down_proj(self.act_fn(gate) * up)
+        return result
+
+
+def test_products_of_values_that_are_cut_off_stay_as_they_are() -> None:
+    for limit in (0.5, 10.0, 100.0):
+        assert not fuse(CutOffMLP(limit), "auto", CPU).counts
+    assert fuse(CutOffMLP(float("inf")), True, CPU).counts == {("gated product", "CutOffMLP"): 1}
+
+
 def test_nothing_to_swap(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(Own(), OtherRMSNorm())
     with pytest.raises(PlanError, match="nothing can be swapped in Sequential .*linear_cross_entropy"):
