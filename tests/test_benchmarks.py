@@ -111,3 +111,18 @@ def test_adapters_of_a_model_that_is_made_chunk_by_chunk(tmp_path: Path) -> None
     assert len(found["losses"]) == 5
     assert all(5 < loss < 6 for loss in found["losses"])  # of 256 words, all as likely
     assert found["predicted_s"] > 0
+
+
+@pytest.mark.full
+def test_adapters_beside_what_can_be_done_by_hand(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    out = tmp_path / "lora.json"
+    names = [f"toy_lora_{way}" for way in ("auto", "by_hand_recompute", "plain_recompute", "plain_save_on_cpu")]
+    _output_of(FOLDER / "activations.py", "--cases", *names, "--device", "cpu", "--out", out)
+    found = json.loads(out.read_text())
+    assert {name: case["outcome"] for name, case in found["cases"].items()} == dict.fromkeys(names, "trained")
+    assert [fate for _, fate in found["cases"]["toy_lora_auto"]["fates"]] == ["keep", "keep"]  # takes nothing on a CPU
+    best = min(row["step_s"] for name, row in found["compared"].items() if name != "toy_lora_auto")
+    for row in found["compared"].values():
+        assert row["of_best_by_hand"] == row["step_s"] / best
+        assert row["loss_difference"] == 0

@@ -3,6 +3,8 @@
     python examples/benchmarks/activations.py --suite gpt --touch-first --out gpt_activations.json
     python examples/benchmarks/activations.py --suite llama_8k --touch-first --out llama_8k.json
     python examples/benchmarks/activations.py --suite llama_32k --touch-first --out llama_32k.json
+    python examples/benchmarks/activations.py --suite lora_24 --out lora_24.json
+    python examples/benchmarks/activations.py --suite lora_40 --out lora_40.json
     python examples/benchmarks/activations.py --suite longest --touch-first --budget-s 470 --out longest.json
     python examples/benchmarks/activations.py --cases llama_8k_auto llama_8k_by_hand_trl --out two.json
     python examples/benchmarks/activations.py --suite toy --device cpu --out toy_activations.json
@@ -13,8 +15,11 @@ recomputes all blocks; both with all logits, which are 16 x 1024 x 50304 in fp32
 loss in pieces (`use_fused_kernels`), as logits of 32768 x 32000 in fp32 would take 4 GiB each time: "auto" and each
 single choice, beside the same strategy where the model keeps all, recomputes all (transformers' own checkpointing),
 saves all on the CPU (torch's hook), or only what recomputed blocks begin from, by torch's hook or TRL's (which must be
-importable: unpack its wheel onto `PYTHONPATH`). `longest`: sequences of one sample of an 8B model at 40 GiB with
-110 GiB of host, longer and longer, up to the first that does not train.
+importable: unpack its wheel onto `PYTHONPATH`). `lora_24`, `lora_40`: adapters (peft, rank 16, all linear layers) of a
+frozen Llama-7B, 4 x 2048 tokens at 24 GiB and 2 x 8192 at 40 GiB: "auto" beside the same strategy where the model
+recomputes all, and beside plain PyTorch within the same memory, with the same fused operators, that recomputes all,
+keeps all, or saves all on the CPU. `longest`: sequences of one sample of an 8B model at 40 GiB with 110 GiB of host,
+longer and longer, up to the first that does not train.
 
 Every case is a fit in a process of its own, as in `defaults.py`, which has the parts. Printed at the end: each case
 against the best by hand, the largest difference of losses, and what was measured over what was predicted.
@@ -43,8 +48,18 @@ def _around(base: Case, name: str) -> dict[str, Case]:
     return cases | {f"{name}_by_hand_{hand}": replace(base, by_hand=hand) for hand in HANDS}
 
 
+def _adapters(base: Case, name: str) -> dict[str, Case]:
+    """The choice of a plan, and what can be done by hand: under the same strategy, and in plain PyTorch."""
+    plain = {
+        f"{name}_plain_{hand}": replace(base, by_hand=hand, is_plain=True, num_steps=5 if "cpu" in hand else 8)
+        for hand in ("recompute", "keep", "save_on_cpu")
+    }
+    return {f"{name}_auto": replace(base, activations="auto"), f"{name}_by_hand_recompute": base} | plain
+
+
 _GPT = Case("5b", 16, 1024, 40 * GIB)
 _LLAMA = Case("llama-7b", 2, 8192, 40 * GIB, is_fused=True, num_steps=8)
+_LORA = Case("llama-7b", 4, 2048, 24 * GIB, is_fused=True, lora=16, num_steps=8)
 _LONG = Case("llama-3-8b", 1, 0, 40 * GIB, 110 * GIB, is_fused=True, activations="auto", num_steps=4)
 _TOY = Case("toy", 16, 128, 6 * 2**20, num_steps=5)
 _TOY_LLAMA = Case("toy-llama", 2, 128, 12 * 2**20, is_fused=True, num_steps=5)
@@ -59,8 +74,11 @@ CASES = {
     "gpt_fused_plain_recompute": replace(_GPT, gpu_limit=None, is_plain=True, is_fused=True, autocast=False),
     **_around(_LLAMA, "llama_8k"),
     **_around(replace(_LLAMA, batch=1, seq=32768), "llama_32k"),
+    **_adapters(_LORA, "lora_24"),
+    **_adapters(replace(_LORA, batch=2, seq=8192, gpu_limit=40 * GIB), "lora_40"),
     **_around(_TOY, "toy"),
     **_around(_TOY_LLAMA, "toy_llama"),
+    **_adapters(replace(_TOY_LLAMA, lora=4), "toy_lora"),
     **{f"toy_longest_{n}": replace(_LONG, model="toy-llama", seq=n, gpu_limit=12 * 2**20) for n in (128, 256)},
     "toy_plain_recompute": replace(_TOY, gpu_limit=None, is_plain=True, autocast=False),
     "toy_fused_auto": replace(_TOY, activations="auto", is_fused=True),
@@ -69,7 +87,7 @@ CASES = {
 }
 SUITES = {
     name: [case for case in CASES if case.startswith(f"{name}_")]
-    for name in ("gpt", "llama_8k", "llama_32k", "longest", "toy")
+    for name in ("gpt", "llama_8k", "llama_32k", "lora_24", "lora_40", "longest", "toy", "toy_lora")
 }
 
 

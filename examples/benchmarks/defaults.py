@@ -60,6 +60,7 @@ from lightning_elixir import HybridAdam
 from lightning_elixir._lightning import pl
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.errors import CapacityError
+from lightning_elixir.fused import fuse
 from lightning_elixir.strategy import ElixirStrategy
 
 GIB = 2**30
@@ -92,6 +93,8 @@ class Case:
     by_hand: str = "recompute"
     """What the model does by itself without that option: "keep", "recompute", "save_on_cpu", as torch has it, the same
     around recomputed blocks ("save_inputs_on_cpu"), or "trl": its offloading, around recomputed blocks as well."""
+    lora: int = 0
+    """Rank of peft's adapters of all linear layers, which are all that is trained then; 0: the whole model is."""
     num_steps: int = 12
     devices: int = 1
     """Ranks, each with batches of its own."""
@@ -307,8 +310,14 @@ def make_model(case: Case, *, has_values: bool = True) -> nn.Module:
                 "moe_intermediate_size": 768,
             }
             config, options = transformers.Qwen3MoeConfig(**sizes), {"experts_implementation": "grouped_mm"}
+        if case.lora:
+            options["dtype"] = torch.bfloat16
         with no_init_weights():
             causal = transformers.AutoModelForCausalLM.from_config(config, **options)
+            if case.lora:
+                from peft import LoraConfig, get_peft_model
+
+                causal = get_peft_model(causal, LoraConfig(r=case.lora, target_modules="all-linear"))
         model = Causal(causal, is_recomputed=case.is_recomputed, is_reentrant=case.is_reentrant)
     if has_values:
         _fill(model)
@@ -330,8 +339,9 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _fill(model: nn.Module) -> None:
-    """Small random values, the same ones again and again: drawing as many as a model has takes longer than a fit."""
-    drawn = torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(0)) * 0.02
+    """Small random values, the same ones again and again: drawing as many as a model has takes longer than a fit. They
+    are numbers of bf16, so that masters of bf16 parameters begin as those of fp32 ones."""
+    drawn = (torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     begin = 0
     with torch.no_grad():
         for parameter in model.parameters():
@@ -404,7 +414,7 @@ class Lit(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return HybridAdam(self.parameters(), lr=1e-5)
+        return HybridAdam([p for p in self.parameters() if p.requires_grad], lr=1e-5)
 
     def train_dataloader(self) -> Any:
         batches: Any = batches_of(self._case, self.global_rank)
@@ -689,8 +699,11 @@ def _run_fsdp2_rank(case: Case, kind: str, out: Path, rank: int, shard: Callable
 def _run_plain(case: Case, model: nn.Module, clock: Clock, device: torch.device) -> dict[str, Any]:
     """bf16 parameters and gradients, an fp32 master, fused AdamW."""
     host = HostMemory()
+    limit_device(case, device)
+    if case.is_fused and case.model not in GPT_SHAPES:
+        fuse(model, True, device)  # the same operators, without the strategy
     model.to(device=device, dtype=torch.bfloat16)
-    parameters: list[Tensor] = list(model.parameters())
+    parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     masters = [p.detach().float() for p in parameters]
     optimizer = torch.optim.AdamW(masters, lr=1e-5, weight_decay=0.0, fused=True)
     losses = []
@@ -879,6 +892,8 @@ def measured(cases: Mapping[str, Case], arguments: argparse.Namespace) -> dict[s
     if any(case.model not in GPT_SHAPES for case in cases.values()):  # seconds, for each of the forks
         from transformers.models.llama import modeling_llama  # noqa: F401
         from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
+    if any(case.lora for case in cases.values()):
+        import peft  # noqa: F401
     started = time.monotonic()
     found: dict[str, Any] = {"command": sys.argv, "torch": torch.__version__, "cases": {}}
     if arguments.touch_first:
