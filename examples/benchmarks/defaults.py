@@ -702,7 +702,9 @@ def _run_plain(case: Case, model: nn.Module, clock: Clock, device: torch.device)
     limit_device(case, device)
     if case.is_fused and case.model not in GPT_SHAPES:
         fuse(model, True, device)  # the same operators, without the strategy
-    model.to(device=device, dtype=torch.bfloat16)
+    for one in model.parameters():
+        one.data = one.data.to(device=device, dtype=torch.bfloat16)
+    model.to(device)  # buffers, as they are: rotary embeddings have theirs in fp32
     parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     masters = [p.detach().float() for p in parameters]
     optimizer = torch.optim.AdamW(masters, lr=1e-5, weight_decay=0.0, fused=True)
