@@ -5,6 +5,7 @@ The runtime and the simulator drive this same class, so predicted and real count
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Iterable, KeysView, Mapping
 from dataclasses import asdict, dataclass
 
@@ -194,16 +195,16 @@ class RCache:
             if position >= len(accesses) or ids != accesses[position]:
                 return False
             position += 1
-            if self.prefetch_depth and self._may_prefetch(position):
+            if self.prefetch_depth and position >= self._settled_until and self._may_prefetch(position):
                 return False
             self._position = position
             self._suspected = None
         if has_others:
             ids = tuple([i for i in ids if i in resident])
-        self._use(ids, pin)
         counts = self._counts
         counts["accesses"] += 1
         counts["hits"] += len(ids)
+        self._use(ids, pin)
         return True
 
     def drop(self, ids: Iterable[int]) -> None:
@@ -231,6 +232,9 @@ class RCache:
         there is room, or a resident chunk that is needed later than they are. Changes nothing."""
         turns, position, resident = self._turns, self._position, self._resident
         if turns is None or self.prefetch_depth == 0 or not self._may_prefetch(position):
+            return ()
+        if len(resident) == len(self.cost_blocks):  # as long as none goes
+            self._settled_until = sys.maxsize
             return ()
         ahead = turns.upcoming(position, self.prefetch_depth)
         absent = [(at, chunk_id) for chunk_id, at in ahead.items() if chunk_id not in resident]

@@ -196,11 +196,14 @@ class Backwards:
     def need(self, chunk: Chunk, make: Callable[[PackedTensor], Tensor], packed: PackedTensor) -> Tensor:
         """`make(packed)`, which makes a tensor that autograd has saved of a chunk's elements, and so keeps these there,
         when they have been brought. Most are unpacked in a backward, which has the engine."""
-        turn = self._engine.turn
-        with deferred() if turn.is_mine() else turn.call("what autograd has saved was read"):
+        engine = self._engine
+        is_mine = engine.turn.is_mine()
+        if is_mine and engine.is_at_hand(chunk):
+            return make(packed)
+        with deferred() if is_mine else engine.turn.call("what autograd has saved was read"):
             if not self._phases.is_computing and self._phases.current is Phase.CLOSED:
                 raise StateError("backward needs parameters of an engine that was closed")
-            self._engine.acquire((chunk.id,), pin=False)
+            engine.acquire((chunk.id,), pin=False)
             return make(packed)
 
     def collect_grad(self, chunk_id: int, index: int) -> None:

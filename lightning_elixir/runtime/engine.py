@@ -242,6 +242,24 @@ class Engine:
                 self.tell_of(error)
             raise
 
+    def is_at_hand(self, chunk: Chunk) -> bool:
+        """What `acquire` does for one chunk, without a pin, where nothing has to be brought, as nearly always. A signal
+        may come inside: there is nothing that it could leave half done.
+
+        Returns:
+            Whether it was so. If not, nothing has changed.
+        """
+        active = self.active
+        return (
+            self.phases.is_computing
+            and chunk.is_bound
+            and chunk.ready is None
+            and (chunk.id in self.interception.plain_chunks or self.backwards.is_guarded)
+            and not (active.cost and (num_modes() or interpreters() is not None or tracer() is not None))
+            and not self.iterations.is_watching
+            and (not active.cost or active.rcache.serve((chunk.id,), pin=False))
+        )
+
     def drop(self, ids: Sequence[int]) -> None:
         """Undo one pinned `acquire`."""
         active = self.active

@@ -27,7 +27,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import get_ident
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,7 +50,7 @@ from lightning_elixir.patterns.apply import check_compiled, uncompiled_modules
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.context_tensors import ContextTensors, modules_to_look_through
-from lightning_elixir.runtime.hooks import Hooks, SavedTensors, ThreadHooks, innermost_pack
+from lightning_elixir.runtime.hooks import Hooks, SavedTensors, ThreadHooks, innermost_pack, top_hooks
 from lightning_elixir.runtime.phases import Phase
 from lightning_elixir.runtime.released import tensors_in
 from lightning_elixir.runtime.spans import Packing, Span
@@ -106,6 +107,8 @@ class _Frame:
     hooks: ThreadHooks | None = None
     innermost: object = False
     """What packs the tensors that autograd saves inside; False where it saved none when the forward began."""
+    thread: int = field(default_factory=get_ident)
+    """In which it runs, and which so has the engine."""
 
 
 class Forwards:
@@ -379,12 +382,16 @@ class Forwards:
     def enter_covered(self, module: nn.Module, inputs: Any = None) -> None:
         """A module's forward that so far ran below others only. Where it does not (it is called by itself, or under the
         user's hooks for saved tensors), it is treated as they are from here on."""
-        if self._frames and self._turn.is_mine():
-            above = self._frames[-1]
+        frames = self._frames
+        if frames and (frames[-1].thread == get_ident() or self._turn.is_mine()):
+            above = frames[-1]
             needed = above.access.covered.get(id(module))
-            if needed is not None and (innermost_pack() is above.innermost or self._saves_through_us()):
-                self._meet_covered(above, module, needed)
-                return
+            if needed is not None:
+                top = top_hooks(False)  # as nearly always the one that it was when the module above began
+                if (None if top is None else top[0]) is above.innermost or self._saves_through_us():
+                    if needed != above.ids or above.module is module:
+                        self._meet_covered(above, module, needed)
+                    return
         if id(module) not in self._entered_ids:
             self._entered_ids.add(id(module))
             self._hooks.watch_exit(module)  # in time for this very call

@@ -103,7 +103,12 @@ class _OwnCall:
             return call(*args, **kwargs)
         if self.around is not None:
             return self.around(self._run, args, kwargs)
-        return self._run(*args, **kwargs)
+        if self.forwards is not None:
+            return self._run(*args, **kwargs)
+        if self.before is not None:
+            self.before(self._module)
+        call = self._module._call_impl if self.compiled is None else self.compiled
+        return call(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.before is not None:
@@ -249,9 +254,13 @@ def _grad_hook(backwards: BackwardEvents, chunk: Chunk, index: int) -> Callable[
     return collect
 
 
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+"""What packs and unpacks the tensors that autograd saves now; None: nothing does."""
+
+
 def innermost_pack() -> Callable[[Tensor], Any] | None:
     """What packs the tensors that autograd saves now."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    top = top_hooks(False)
     return None if top is None else top[0]
 
 
@@ -302,7 +311,7 @@ class SavedTensors:
         """Hooks to enter now; None where ours are innermost already, or activation checkpointing's are: those keep no
         tensor in the forward, and in the recomputation another tensor over the storage, which shows as an alias, or a
         frozen parameter itself, which brings its chunk when it is read."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        top = top_hooks(False)
         if top is None:
             return ThreadHooks(self._pack, self.unpack)
         if self._is_covered_by(top[0]):
@@ -354,7 +363,7 @@ class SavedTensors:
         at = offset if dtype is chunk.dtype else offset * dtype.itemsize // chunk.dtype.itemsize
         index = chunk.member_at(at)
         member = chunk.parameters[index]
-        version = _version_of(member)
+        version = member._version if type(member) in _PLAIN else _version_of(member)
         return _new(PackedTensor, (chunk, tensor.size(), tensor.stride(), offset, dtype, index, version))
 
     def unpacked(self, packed: PackedTensor | PackedShell) -> Tensor:
@@ -363,9 +372,19 @@ class SavedTensors:
         return self._need(packed.chunk, _made, packed)
 
     def _pack(self, tensor: Tensor) -> Any:
-        packed: PackedTensor | PackedShell | None
-        if type(tensor) in _PLAIN:  # as nearly always
-            packed = self._packed_plain(tensor)
+        packed: Any = None
+        if type(tensor) in _PLAIN:  # as nearly always; what `packed` and `kept` do, in one call
+            try:
+                chunk = self._chunks.get(tensor.untyped_storage()._cdata)
+                if chunk is None:
+                    node = tensor.grad_fn
+                    if node is None:
+                        return _new(_Kept, (tensor, tensor._version, None))
+                    return _new(_Kept, (tensor.detach(), tensor._version, node.name()))
+            except (NotImplementedError, RuntimeError):  # without storage or, in inference mode, a version
+                chunk = None
+            if chunk is not None:
+                packed = self._packed_plain(tensor)
             return self.kept(tensor) if packed is None else packed
         with torch._C.DisableTorchFunctionSubclass():
             packed = self.packed(tensor)
@@ -387,8 +406,8 @@ class SavedTensors:
         kind = type(packed)
         tensor: Tensor = packed
         if kind is _Kept:
-            tensor = packed.tensor
-            if _version_of(tensor) != packed.version:
+            tensor, version, _ = packed
+            if (tensor._version if type(tensor) in _PLAIN else _version_of(tensor)) != version:
                 raise RuntimeError(_overwritten(packed))
         elif kind is PackedTensor:
             tensor = self._need(packed.chunk, _made, packed)
@@ -464,20 +483,19 @@ def _version_of(tensor: Tensor) -> int:
 
 def _made(packed: PackedTensor) -> Tensor:
     """The tensor again, over elements that are there."""
-    chunk = packed.chunk
-    member = chunk.parameters[packed.member]
-    version = _version_of(member)
-    if version != packed.version:
+    chunk, size, stride, offset, dtype, index, expected = packed
+    member = chunk.parameters[index]
+    version = member._version if type(member) in _PLAIN else _version_of(member)
+    if version != expected:
         raise RuntimeError(_updated(packed, version))
-    if packed.dtype is not chunk.dtype:
-        flat = torch.empty(0, dtype=packed.dtype, device=chunk.flat.device)
-        return flat.set_(chunk.flat.untyped_storage(), packed.offset, packed.size, packed.stride)
-    if packed.dtype is torch.uint8:
-        parameter = chunk.parameters[packed.member]
-        if isinstance(parameter, ShellParameter) and packed.size == (parameter.layout_at_elixir.nbytes,):
-            shell: Tensor = opened(parameter)  # saved itself, by what torch functions do not learn of
+    if dtype is not chunk.dtype:
+        flat = torch.empty(0, dtype=dtype, device=chunk.flat.device)
+        return flat.set_(chunk.flat.untyped_storage(), offset, size, stride)
+    if dtype is torch.uint8:
+        if isinstance(member, ShellParameter) and size == (member.layout_at_elixir.nbytes,):
+            shell: Tensor = opened(member)  # saved itself, by what torch functions do not learn of
             return shell
-    return chunk.flat.as_strided(packed.size, packed.stride, packed.offset)
+    return chunk.flat.as_strided(size, stride, offset)
 
 
 def _overwritten(kept: _Kept) -> str:
