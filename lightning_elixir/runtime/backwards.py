@@ -188,6 +188,7 @@ class Backwards:
         return (self._is_bare or self._has_users_hooks) and self._phases.current is Phase.BACKWARD
 
     def _release_pins(self) -> None:
+        self._engine.forwards.end_recomputation()
         self._engine.activations.end_backward()
         self._engine.active.rcache.unpin_all()
         self._engine.writes.unpin_raw()
@@ -203,6 +204,7 @@ class Backwards:
         with deferred() if is_mine else engine.turn.call("what autograd has saved was read"):
             if not self._phases.is_computing and self._phases.current is Phase.CLOSED:
                 raise StateError("backward needs parameters of an engine that was closed")
+            engine.forwards.make_way((chunk.id,))
             engine.acquire((chunk.id,), pin=False)
             return make(packed)
 

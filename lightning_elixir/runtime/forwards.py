@@ -9,6 +9,7 @@ as a layer that the border between two chunks cuts, covers what is below it as w
 last, and takes another in its place where a module below it needs that. Once the trace is known, of modules that were
 only ever met covered the begin alone is told of, to look whether that is still so (it is not when such a module is
 called by itself, or under the user's own hooks for saved tensors), and to take the module back among the others if not.
+What activation checkpointing recomputes in backward is covered too, by one frame above all modules.
 What tells of it stands in the place of the module's call: with any hook, torch takes a long way around the forward.
 (Code that the compiler makes goes past such a call, so where the module above may have to take another chunk, it is a
 hook.) A hook costs some microseconds a call, an access some tens, and a GPT of 24 layers has 200 modules with
@@ -27,7 +28,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import get_ident
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -107,7 +108,7 @@ class _Frame:
     hooks: ThreadHooks | None = None
     innermost: object = False
     """What packs the tensors that autograd saves inside; False where it saved none when the forward began."""
-    thread: int = field(default_factory=get_ident)
+    thread: int = 0
     """In which it runs, and which so has the engine."""
 
 
@@ -143,6 +144,8 @@ class Forwards:
         self._watched: list[nn.Module] = []  # that tell of their forwards
         self._state = CompiledState(engine.module)
         self._compiled: frozenset[int] = frozenset()  # modules (by id) whose call begins compiled code
+        # What stands above all that backward recomputes, and holds what the module below it needs that runs.
+        self._recomputed, self._recomputation = nn.Module(), _NOTHING
         # Met in the first iterations: below a module that brings all they need, and by themselves.
         self._covered_ids: set[int] = set()
         self._entered_ids: set[int] = set()
@@ -324,10 +327,10 @@ class Forwards:
         if self._phases.is_interrupted:
             with deferred():
                 self._engine.leave_interrupted()
-        if self._frames:
+        if self._frames or self._begins_recomputation():
             above = self._frames[-1]
             needed = above.access.covered.get(id(module))
-            if needed is not None and self._saves_through_us():
+            if needed is not None and self._saves_through_us(above):
                 if above.module is not module:
                     self._covered_ids.add(id(module))
                 self._meet_covered(above, module, needed)
@@ -343,7 +346,7 @@ class Forwards:
         elif self._frames and self._frames[-1].access.is_changing:
             self._hold(self._frames[-1], ())  # so that no more is held at once than where nothing was covered
         self._entered_ids.add(id(module))
-        frame = _Frame(module)
+        frame = _Frame(module, thread=get_ident())
         self._frames.append(frame)
         access = self._accesses.get(id(module))
         if access is not None:
@@ -354,6 +357,21 @@ class Forwards:
         frame.hooks = self._enter_saved_hooks()
         if frame.access.covered and torch.is_grad_enabled():
             frame.innermost = innermost_pack()
+
+    def _begins_recomputation(self) -> bool:
+        """Whether the first module begins that activation checkpointing recomputes in a backward. Checkpointing calls
+        what it was given: a block, with its hooks, or a function inside of one, without. So all that is recomputed is
+        covered, from here to the end of the backward; the chunk that was needed last is held for the backward of the
+        same block, which comes next."""
+        if not self._phases.is_backward or not self._turn.is_mine() or not self._saves_through_us():
+            return False
+        self._frames.append(_Frame(self._recomputed, access=self._recomputation, thread=get_ident()))
+        return True
+
+    def end_recomputation(self) -> None:
+        """The backward is over."""
+        if self._frames and self._frames[-1].module is self._recomputed:
+            self._hold(self._frames.pop(), ())
 
     def _meet_covered(self, above: _Frame, module: nn.Module, needed: tuple[int, ...]) -> None:
         if above.module is module:
@@ -383,12 +401,12 @@ class Forwards:
         """A module's forward that so far ran below others only. Where it does not (it is called by itself, or under the
         user's hooks for saved tensors), it is treated as they are from here on."""
         frames = self._frames
-        if frames and (frames[-1].thread == get_ident() or self._turn.is_mine()):
+        if (frames or self._begins_recomputation()) and (frames[-1].thread == get_ident() or self._turn.is_mine()):
             above = frames[-1]
             needed = above.access.covered.get(id(module))
             if needed is not None:
                 top = top_hooks(False)  # as nearly always the one that it was when the module above began
-                if (None if top is None else top[0]) is above.innermost or self._saves_through_us():
+                if (None if top is None else top[0]) is above.innermost or self._saves_through_us(above):
                     if needed != above.ids or above.module is module:
                         self._meet_covered(above, module, needed)
                     return
@@ -464,9 +482,18 @@ class Forwards:
             hooks.__enter__()
         return hooks
 
-    def _saves_through_us(self) -> bool:
-        """Whether autograd saves managed tensors through us, or need not."""
-        return not self._engine.active.cost or not torch.is_grad_enabled() or self._saved.is_innermost()
+    def _saves_through_us(self, above: _Frame | None = None) -> bool:
+        """Whether autograd saves managed tensors through us, or need not.
+
+        Args:
+            above: Notes down what packs them: checkpointing has another one in each recomputation.
+        """
+        if not self._engine.active.cost or not torch.is_grad_enabled():
+            return True
+        is_ours = self._saved.is_innermost()
+        if is_ours and above is not None:
+            above.innermost = innermost_pack()
+        return is_ours
 
     def have_backward_hooks(self) -> bool:
         """Whether users have hooks at modules, which backward runs."""
@@ -499,7 +526,8 @@ class Forwards:
         if engine.active.is_watching and engine.device.torch_device.type == "cuda":
             check_addresses(root, regions)
         self._compiled = frozenset(id(region.entrance) for region in regions)
-        self._accesses = _accesses_by_module(root, self._home, regions, self._looked_through)
+        self._accesses, needs = _accesses_by_module(root, self._home, regions, self._looked_through)
+        self._recomputation = _Access((), needs, is_changing=True)
         self._turning = {key for access in self._accesses.values() if access.is_changing for key in access.covered}
         inside = {id(m) for region in regions for m in region.inside} - self._compiled
         self._watched = [m for m in root.modules() if id(m) not in inside and any(True for _ in m.parameters())]
@@ -554,7 +582,7 @@ def _accesses_by_module(
     home: Mapping[int, tuple[Chunk, int]],
     regions: Sequence[CompiledRegion],
     looked_through: Collection[int],
-) -> dict[int, _Access]:
+) -> tuple[dict[int, _Access], dict[int, tuple[int, ...]]]:
     """What to hold during a module's forward: the chunks of its own parameters, where no module below has any; the one
     chunk that it and all modules below lie in, which then need no access of their own; of a few chunks, those that the
     module below needs which runs. Of a compiled module, all. Other parameters (of containers, or in functional use)
@@ -565,7 +593,8 @@ def _accesses_by_module(
             keeps a chunk no longer.
 
     Returns:
-        By the id of the module.
+        By the id of the module; and what each module needs from its begin where what is above it holds one chunk after
+        the other, but for those that are compiled or looked at.
     """
     found: dict[int, _Access] = {}
     compiled = {id(region.entrance) for region in regions}
@@ -586,4 +615,4 @@ def _accesses_by_module(
             found[id(module)] = _Access(ids)
         elif 1 < len(ids) <= _FEW_CHUNKS and module is not root and id(module) not in looked_through:
             found[id(module)] = _Access((), {key: needs[key] for key in inside}, is_changing=True)
-    return found
+    return found, {key: ids for key, ids in needs.items() if key not in compiled and key not in looked_through}

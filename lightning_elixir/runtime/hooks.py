@@ -491,10 +491,9 @@ def _made(packed: PackedTensor) -> Tensor:
     if dtype is not chunk.dtype:
         flat = torch.empty(0, dtype=dtype, device=chunk.flat.device)
         return flat.set_(chunk.flat.untyped_storage(), offset, size, stride)
-    if dtype is torch.uint8:
-        if isinstance(member, ShellParameter) and size == (member.layout_at_elixir.nbytes,):
-            shell: Tensor = opened(member)  # saved itself, by what torch functions do not learn of
-            return shell
+    if dtype is torch.uint8 and isinstance(member, ShellParameter) and size == (member.layout_at_elixir.nbytes,):
+        shell: Tensor = opened(member)  # saved itself, by what torch functions do not learn of
+        return shell
     return chunk.flat.as_strided(size, stride, offset)
 
 

@@ -188,6 +188,56 @@ def test_blocks_that_lie_in_two_chunks(change: Callable[[Net], None], num_parame
     assert not any(engine.rcache.is_pinned(chunk.id) for chunk in engine.chunks)
 
 
+class Inside(Block):
+    """Recomputes its forward, not its call, so that its own hooks are outside: as layers of transformers do."""
+
+    is_failing = False
+
+    def forward(self, x: Tensor, repeat: int | None = None) -> Tensor:
+        return checkpoint(self._compute, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def _compute(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        if self.is_failing and torch._C._current_graph_task_id() != -1:
+            raise ValueError("in backward")
+        return x + self.down(torch.tanh(y))
+
+
+def with_checkpoints_inside(net: Net) -> None:
+    net.blocks = nn.ModuleList(Inside() for _ in range(6))
+
+
+@pytest.mark.parametrize("num_parameters", [4, 6, 3])
+def test_blocks_that_recompute_what_is_inside_of_them(num_parameters: int) -> None:
+    training = Training(with_checkpoints_inside, num_parameters=num_parameters)
+    for _ in range(3):
+        training.step()
+    assert training.hooks_of("blocks.1.up") == training.hooks_of("blocks.4.down") == (1, 0)
+    training.module.reset_stats()
+    training.step()
+    stats, engine = training.module.stats(), training.module.engine
+    if num_parameters == 4:
+        assert stats.hits + stats.fetches <= 6 + 6  # by block, forward and again
+    assert stats.overflows == 0
+    assert not any(engine.rcache.is_pinned(chunk.id) for chunk in engine.chunks)
+    assert not engine.forwards._frames
+
+
+def test_an_error_where_a_block_recomputes_what_is_inside_of_it() -> None:
+    training = Training(with_checkpoints_inside)
+    for _ in range(2):
+        training.step()
+    block: Any = training.net.blocks[2]
+    block.is_failing = True
+    with pytest.raises(ValueError, match="in backward"):
+        training.optimizer.backward(training.module(torch.ones(3, WIDTH)))
+    block.is_failing = False
+    assert not training.module.engine.forwards._frames
+    training.optimizer.zero_grad()
+    for _ in range(2):
+        training.step()
+
+
 class OwnUse(Block):
     """Uses a parameter of a part itself, after the forward of another one."""
 
