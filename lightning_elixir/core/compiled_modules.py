@@ -243,16 +243,20 @@ def num_compiled_graphs() -> int:
 
 
 class CompiledState:
-    """What of a model is compiled now, so that a change shows: one look costs a fraction of a microsecond a module."""
+    """What of a model is compiled now, and whether there is compiled code at all, so that a change shows: one look costs
+    a fraction of a microsecond a module."""
 
     def __init__(self, root: nn.Module) -> None:
+        self._has_graphs = num_compiled_graphs() > 0
         self._seen = [
             (module, vars(module).get(_CALL), _compiled_forward_of(module), tuple(module._modules.values()))
             for module in root.modules()
         ]
 
     def is_current(self) -> bool:
-        """Whether nothing was compiled since, nor another module put in."""
+        """Whether no module was compiled since, nor the first function of the process, nor another module put in."""
+        if (num_compiled_graphs() > 0) is not self._has_graphs:
+            return False
         for module, call, forward, children in self._seen:
             held = module.__dict__
             if held.get(_CALL) is not call or _compiled_forward_of(module) is not forward:

@@ -195,7 +195,7 @@ class RCache:
             if position >= len(accesses) or ids != accesses[position]:
                 return False
             position += 1
-            if self.prefetch_depth and position >= self._settled_until and self._may_prefetch(position):
+            if self.prefetch_depth and position >= self._settled_until and self._lacks_ahead(position):
                 return False
             self._position = position
             self._suspected = None
@@ -227,20 +227,28 @@ class RCache:
         is_full = position < self._full_until and self.budget_blocks == self._full_budget
         return position >= self._settled_until and not is_full
 
+    def _lacks_ahead(self, position: int) -> bool:
+        """Whether `prefetch_candidates` may find anything at `position`; if not, it need not be asked for a while."""
+        turns, resident = self._turns, self._resident
+        if turns is None or not self._may_prefetch(position):
+            return False
+        if len(resident) == len(self.cost_blocks):  # as long as none goes
+            self._settled_until = sys.maxsize
+            return False
+        for chunk_id in turns.upcoming(position, self.prefetch_depth):
+            if chunk_id not in resident:
+                return True
+        self._settled_until = turns.same_ahead_until(position)
+        return False
+
     def prefetch_candidates(self, held: Container[int] = ()) -> tuple[int, ...]:
         """Chunks worth fetching now, nearest use first: the next `prefetch_depth` absent chunks of the trace for which
         there is room, or a resident chunk that is needed later than they are. Changes nothing."""
         turns, position, resident = self._turns, self._position, self._resident
-        if turns is None or self.prefetch_depth == 0 or not self._may_prefetch(position):
-            return ()
-        if len(resident) == len(self.cost_blocks):  # as long as none goes
-            self._settled_until = sys.maxsize
+        if turns is None or self.prefetch_depth == 0 or not self._lacks_ahead(position):
             return ()
         ahead = turns.upcoming(position, self.prefetch_depth)
         absent = [(at, chunk_id) for chunk_id, at in ahead.items() if chunk_id not in resident]
-        if not absent:
-            self._settled_until = turns.same_ahead_until(position)
-            return ()
         free = self.budget_blocks - self._used_blocks
         victims: list[tuple[int, int]] | None = None
         found: list[int] = []

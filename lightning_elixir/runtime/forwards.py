@@ -11,8 +11,8 @@ only ever met covered the begin alone is told of, to look whether that is still 
 called by itself, or under the user's own hooks for saved tensors), and to take the module back among the others if not.
 What activation checkpointing recomputes in backward is covered too, by one frame above all modules.
 What tells of it stands in the place of the module's call: with any hook, torch takes a long way around the forward.
-(Code that the compiler makes goes past such a call, so where the module above may have to take another chunk, it is a
-hook.) A hook costs some microseconds a call, an access some tens, and a GPT of 24 layers has 200 modules with
+(Code that the compiler makes goes past such a call. So where there is any, and the module above may have to take another
+chunk, it is a hook.) A hook costs some microseconds a call, an access some tens, and a GPT of 24 layers has 200 modules with
 parameters.
 
 [Note: compiled regions] Where a module is compiled (`core/compiled_modules.py`), it is one access: all that it and the
@@ -43,6 +43,7 @@ from lightning_elixir.core.compiled_modules import (
     keep_out,
     leave_out_of_compiled_code,
     methods_with_cuda_graphs,
+    num_compiled_graphs,
 )
 from lightning_elixir.core.device import beside_dispatch_modes
 from lightning_elixir.core.signals import deferred
@@ -333,6 +334,8 @@ class Forwards:
             if needed is not None and self._saves_through_us(above):
                 if above.module is not module:
                     self._covered_ids.add(id(module))
+                    if above.module is self._recomputed and needed != above.ids:
+                        self._turning.add(id(module))
                 self._meet_covered(above, module, needed)
                 return
         with deferred():
@@ -540,7 +543,8 @@ class Forwards:
         self._watched += [m for m in self._light if id(m) in self._entered_ids]  # they have turned out otherwise
         self._light = [m for m in self._light if id(m) not in self._entered_ids]
         if self._engine.active.is_watching:
-            self._hooks.watch_forwards(self._watched, self._light, [m for m in self._light if id(m) in self._turning])
+            turning = [m for m in self._light if id(m) in self._turning] if num_compiled_graphs() else ()
+            self._hooks.watch_forwards(self._watched, self._light, turning)
         else:
             self._hooks.watch_forwards(self._entrances())
         self._state = CompiledState(self._engine.module)  # with what stands around it
