@@ -243,8 +243,8 @@ def num_compiled_graphs() -> int:
 
 
 class CompiledState:
-    """What of a model is compiled now, and whether there is compiled code at all, so that a change shows: one look costs
-    a fraction of a microsecond a module."""
+    """What of a model is compiled now, and whether there is compiled code at all, so that a change shows: one look
+    costs a fraction of a microsecond a module."""
 
     def __init__(self, root: nn.Module) -> None:
         self._has_graphs = num_compiled_graphs() > 0

@@ -11,9 +11,9 @@ only ever met covered the begin alone is told of, to look whether that is still 
 called by itself, or under the user's own hooks for saved tensors), and to take the module back among the others if not.
 What activation checkpointing recomputes in backward is covered too, by one frame above all modules.
 What tells of it stands in the place of the module's call: with any hook, torch takes a long way around the forward.
-(Code that the compiler makes goes past such a call. So where there is any, and the module above may have to take another
-chunk, it is a hook.) A hook costs some microseconds a call, an access some tens, and a GPT of 24 layers has 200 modules with
-parameters.
+(Code that the compiler makes goes past such a call. So where there is any, and the module above may have to take
+another chunk, it is a hook.) A hook costs some microseconds a call, an access some tens, and a GPT of 24 layers has 200
+modules with parameters.
 
 [Note: compiled regions] Where a module is compiled (`core/compiled_modules.py`), it is one access: all that it and the
 modules below it need comes before the compiled code begins, and stays until it ends, so that the code finds plain
