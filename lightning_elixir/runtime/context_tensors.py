@@ -10,7 +10,7 @@ replaced by its place there, and comes back right before the node runs, as a sav
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -24,16 +24,24 @@ from lightning_elixir.runtime.hooks import PackedShell, PackedTensor, SavedTenso
 _MOST_NODES = 512
 
 
-def modules_to_look_through(root: nn.Module, home: Mapping[int, tuple[Chunk, int]]) -> frozenset[int]:
+def modules_to_look_through(
+    root: nn.Module, home: Mapping[int, tuple[Chunk, int]], class_of: Callable[[Chunk, int], type]
+) -> frozenset[int]:
     """Modules (by id) with frozen parameters in chunks, somewhere below, of which only special functions make use:
-    of a class or a dtype of quantised values."""
+    of a class or a dtype of quantised values.
+
+    Args:
+        root: With all of them.
+        home: Chunk and member index of every parameter, by its id.
+        class_of: A member's own class; those that are not there have another one for the time being.
+    """
     found: set[int] = set()
 
     def is_quantised(parameter: nn.Parameter) -> bool:
         known = home.get(id(parameter))
         if known is None or known[0].spec.requires_grad:
             return False
-        return known[0].spec.dtype not in TRAINED_DTYPES or type(parameter) is not nn.Parameter
+        return known[0].spec.dtype not in TRAINED_DTYPES or class_of(*known) is not nn.Parameter
 
     own = {id(m) for m in root.modules() if any(is_quantised(p) for p in m._parameters.values() if p is not None)}
     for module in root.modules() if own else ():

@@ -138,7 +138,7 @@ class Forwards:
         self._has_own_statistics = False
         self.modules = [m for m in modules if any(True for _ in m.parameters())]
         """Those with parameters."""
-        self._looked_through = modules_to_look_through(engine.module, home)
+        self._looked_through = modules_to_look_through(engine.module, home, engine.interception.class_of)
         self._context_tensors = ContextTensors(saved)
         self._accesses: dict[int, _Access] = {}
         self._turning: set[int] = set()  # modules (by id) at whose begin the one above may take another chunk in hand

@@ -93,6 +93,10 @@ class Interception:
 
     # Classes
 
+    def class_of(self, chunk: Chunk, index: int) -> type[nn.Parameter]:
+        """A parameter's own class, which it has while it is not intercepted."""
+        return self._classes[chunk.id][index][1]
+
     def make_plain(self, chunk: Chunk) -> None:
         """Stop intercepting a chunk that is in use. Not where the chunk may go and threads other than the one that
         trains use parameters: they would not be intercepted either."""

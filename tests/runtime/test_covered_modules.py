@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.optim import HybridAdam
+from lightning_elixir.runtime.context_tensors import ContextTensors
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.plans import make_plan
 
@@ -267,6 +268,18 @@ class KeptInContext(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0] @ (ctx.tensors[0].float() / 64).t(), None
+
+
+def test_frozen_layers_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those of quantised values are. A class that parameters have while they are not there made all frozen ones
+    look so, as those below adapters."""
+    looked_at: list[Any] = []
+    monkeypatch.setattr(ContextTensors, "take_out", lambda self, inputs, output: looked_at.append(output))
+    training = Training(lambda net: net.blocks[1:].requires_grad_(False))
+    for _ in range(2):
+        training.step()
+    assert training.module.stats().evictions > 0
+    assert looked_at == []
 
 
 class Quantised(nn.Module):
