@@ -42,8 +42,9 @@ IGNORED: dict[str, Any] = {
 
 @crossed(told=["both-tight", "trained-auto"], what=IGNORED, placement=["tight", "auto"])
 def test_as_plain_lightning(what: str, placement: str) -> None:
-    tight = {**TIGHT, "gpu_memory_limit": "220KiB"}  # where nothing is ignored, all would fit that
-    elixir = {**((tight if what == "trained" else TIGHT) if placement == "tight" else CHUNK), "ignored": IGNORED[what]}
+    limits = {"trained": "220KiB", "frozen": "128KiB"}  # what is ignored and trains takes more, what is frozen less
+    tight = {**TIGHT, **({"gpu_memory_limit": limits[what]} if what in limits else {})}
+    elixir = {**(tight if placement == "tight" else CHUNK), "ignored": IGNORED[what]}
     trainer, model = assert_same_as_plain(BasedNet, elixir=elixir)
     left_out = {p.fqn for p in trainer.strategy.plan.ignored}
     assert bool(left_out) is (what != "nothing")
