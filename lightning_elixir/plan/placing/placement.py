@@ -10,14 +10,14 @@ from typing import NamedTuple
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.activations import has_offloaded
 from lightning_elixir.plan.memory import MemoryUse, memory_use, num_grad_blocks, problem_of_params_on_nvme
-from lightning_elixir.plan.packing import PackedChunk, pack, padding_bytes, regular_block_bytes, waste_bytes
+from lightning_elixir.plan.packing import PackedChunk, pack, padding_bytes, regular_block_bytes, round_up, waste_bytes
 from lightning_elixir.plan.placing.parts import STREAMABLE, gpu_parts, host_parts
 from lightning_elixir.plan.placing.spares import chunks_to_spare
 from lightning_elixir.plan.placing.spilling import can_move_params
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.simulator.timeline import beside_rcache_bytes, highest_moment, moments
-from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, ParamSpec, Plan, Tier
+from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, AccessTrace, ChunkSpec, ParamSpec, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
 
 _LATER_ACTIVATIONS = 0.1
@@ -39,6 +39,13 @@ class Layout:
         """Parameters in chunks of at most so many elements, as far as each fits into one."""
         packed = pack(specs, chunk_numel, world_size, compute_dtype)
         return cls(packed, regular_block_bytes(packed, chunk_numel, world_size, compute_dtype), compute_dtype)
+
+    def for_ranks(self, world_size: int) -> Layout:
+        """The same chunks, padded so that so many ranks can share them."""
+        packed = tuple(replace(c, numel=round_up(c.numel, world_size * ALIGN_NUMEL)) for c in self.packed)
+        chunk_numel = self.block_bytes // DTYPE_BYTES[self.compute_dtype]
+        nbytes = regular_block_bytes(packed, chunk_numel, world_size, self.compute_dtype)
+        return replace(self, packed=packed, block_bytes=nbytes)
 
 
 class Site(NamedTuple):

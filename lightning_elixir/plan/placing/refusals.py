@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.plan.memory import host_bytes_for, memory_use
+from lightning_elixir.plan.packing import round_up
 from lightning_elixir.plan.placing.parts import STREAMABLE, gpu_parts, host_parts
 from lightning_elixir.plan.placing.placement import Placement, Placer
 from lightning_elixir.plan.placing.spilling import Spilling, in_host_memory
@@ -48,13 +49,16 @@ def gpu_refusal(smallest: Placement, placer: Placer, profile: StepProfile) -> Ca
     )
 
 
-def host_refusal(placement: Placement, placer: Placer, problem: Problem) -> CapacityError:
+def host_refusal(
+    placement: Placement, placer: Placer, problem: Problem, fits_ranks: Callable[[int], bool]
+) -> CapacityError:
     """The host cannot hold what the device has no room for.
 
     Args:
         placement: With as much as possible on the device.
         placer: Of its layout.
         problem: Its ranks, and what was asked for.
+        fits_ranks: Whether something fits so many ranks, with as much memory for each.
     """
     use = placement.use
     limit = problem.budget.cpu_bytes or 0
@@ -72,8 +76,13 @@ def host_refusal(placement: Placement, placer: Placer, problem: Problem) -> Capa
     # What more ranks, each on a host of its own, do not divide.
     whole = 0 if problem.request.distributed_storage else use.host_param_bytes
     if limit > whole:
+        mesh = placer.scheme.mesh
         hosts = math.ceil((use.host_bytes - whole) * problem.world_size / (limit - whole))
-        cures.append(f"{hosts} {words.devices} on as many hosts")
+        hosts = round_up(hosts, mesh.tensor * mesh.expert * mesh.copies)
+        # Several ranks need more of each device than one (`Scheme.grad_block_bytes`), and what is there no more is here
+        fitting = next(filter(fits_ranks, (hosts, 2 * hosts)), None)
+        if fitting is not None:
+            cures.append(f"{fitting} {words.devices} on as many hosts")
     return CapacityError(
         f"host memory: with as much on the {words.device} as it holds, each rank still needs"
         f" {format_bytes(use.host_bytes)} on the host ({host_parts(use)}), but there are {format_bytes(limit)}."
