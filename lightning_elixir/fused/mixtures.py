@@ -121,7 +121,9 @@ def _have_grouped(device: torch.device) -> bool:
     matrices = torch.zeros(1, 16, 16, device=device, dtype=torch.bfloat16)
     try:
         F.grouped_mm(matrices[0], matrices, offs=torch.full((1,), 16, device=device, dtype=torch.int32))
-    except (RuntimeError, NotImplementedError) as error:
+    except torch.OutOfMemoryError:  # tells nothing of the device, and must not be remembered
+        raise
+    except RuntimeError as error:
         log.info("no grouped matrix products on %s, one for each expert: %s", device, error)
         return False
     return True
@@ -146,6 +148,8 @@ def _products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     for end, matrix in zip(ends.tolist(), matrices, strict=True):
         torch.mm(rows[begin:end], matrix, out=output[begin:end])
         begin = end
+    if begin != rows.shape[0]:
+        raise IndexError(f"a token is given to an expert beyond the {len(matrices)} that there are, numbered from 0")
     return output
 
 

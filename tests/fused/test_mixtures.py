@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_elixir.fused import fuse
+from lightning_elixir.fused import fuse, mixtures
 from lightning_elixir.fused.mixtures import mixture
 from lightning_elixir.fused.operators import Gate, activation
 from lightning_elixir.profiling.fake_step import profile_memory
@@ -223,3 +223,18 @@ def test_kernels_under_the_interpreter() -> None:
     )
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
     assert re.search(r"\b10 passed", result.stdout), result.stdout[-500:]
+
+
+def test_a_full_device_does_not_pass_for_one_without_grouped_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", full)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        mixtures._have_grouped.__wrapped__(torch.device("cpu"))
+
+
+def test_an_expert_that_is_not_there_is_refused() -> None:
+    numbers, weights = torch.tensor([[0], [2]]), torch.ones(2, 1)
+    with pytest.raises(IndexError, match="beyond the 2"):
+        mixture(torch.ones(2, 4), numbers, weights, torch.ones(2, 6, 4), torch.ones(2, 4, 3), "silu")
