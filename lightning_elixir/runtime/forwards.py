@@ -292,6 +292,8 @@ class Forwards:
     def is_running(self) -> bool:
         """Whether the call that the region is as long as has not ended: a signal that has been handled since was caught
         inside, or came where Python ignores exceptions, as in a `__del__`."""
+        if torch._C._current_graph_task_id() != -1:  # what it computes gradients by, on a thread of autograd's on GPUs
+            return True
         return self._begun_in is not None and any(frame is self._begun_in for frame in _frames_of_python())
 
     def _close_region(self) -> None:
