@@ -413,12 +413,13 @@ class Planner:
                 f"not faster by {LEAST_GAIN:.0%}, which a move would have to be worth",
             )
             others = (_beside_another(one) for one in better.forecast.alternatives)
+            own = describe_placement(current.chunks, current.rcache_blocks, current.prefetch_depth)
             return with_times(
                 current,
                 step,
                 self.figures.best.name,
-                binding=f"what a move is worth: the fastest plan found would not save {LEAST_GAIN:.0%} of the step",
-                alternatives=(other, *others),
+                binding=f"{better.forecast.binding}; what was found since would not save {LEAST_GAIN:.0%} of the step",
+                alternatives=tuple(one for one in (other, *others) if one.description != own),
             )
 
         return self.share(decide)

@@ -13,9 +13,10 @@ import torch
 
 from lightning_elixir._lightning import Trainer, pl
 from lightning_elixir.core.host_memory import Extent
+from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.io import load_plan, save_plan
 from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.types import Plan, Tier
+from lightning_elixir.plan.types import Alternative, Plan, Tier
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.stepping.scheduler import UpdateScheduler
 from lightning_elixir.strategy import ElixirStrategy, shared_plans
@@ -290,6 +291,30 @@ class Refined(pl.Callback):
             now = Replanning(handle.skeleton, strategy.plan, handle.budget, run._regime())
             plan = run._planner.refined_plan(now, taken)
             self.plans.append(plan)
+
+
+def test_a_plan_that_stays_says_what_limits_it_and_is_not_among_those_that_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make_anew(planner: Planner, now: Replanning, profile: StepProfile) -> Plan:
+        plan = now.current
+        assert plan.forecast is not None
+        own = describe_placement(plan.chunks, plan.rcache_blocks, plan.prefetch_depth)
+        lost = (Alternative(own, 1.0, "slower"), Alternative("another", 1.0, "slower"))
+        forecast = replace(plan.forecast, binding="the limit found anew", alternatives=lost)
+        return replace(plan, prefetch_depth=plan.prefetch_depth + 1, forecast=forecast)
+
+    monkeypatch.setattr(Planner, "_make_anew", make_anew)
+    monkeypatch.setattr(shared_plans, "LEAST_GAIN", 1.0)  # no plan is worth a move
+    callback = Refined(0)
+    fit(ElixirStrategy(gpu_memory_limit="200KiB", **CHUNK), callbacks=[callback])
+    (plan,) = callback.plans
+    assert plan.forecast is not None
+    assert plan.forecast.binding.startswith("the limit found anew; what was found since would not save 100%")
+    own = describe_placement(plan.chunks, plan.rcache_blocks, plan.prefetch_depth)
+    descriptions = [one.description for one in plan.forecast.alternatives]
+    assert "another" in descriptions
+    assert own not in descriptions
 
 
 @pytest.mark.full
