@@ -46,7 +46,13 @@ from lightning_elixir.profiling.fake_step import StepFn, profile_memory
 from lightning_elixir.profiling.ignored import Ignored, ignored_parameters
 from lightning_elixir.profiling.kept_fp32 import KeepFp32, kept_parameters
 from lightning_elixir.profiling.measured_hardware import profile_hardware
-from lightning_elixir.profiling.parameters import dtype_name, module_accesses, norm_parameters, param_specs
+from lightning_elixir.profiling.parameters import (
+    dtype_name,
+    module_accesses,
+    norm_parameters,
+    param_specs,
+    recomputed_layers,
+)
 
 __all__ = [
     "Budget",
@@ -157,10 +163,10 @@ def make_plan(
         numels = numels[:1]
     if not chunk_sizes.is_free or budget.gpu_bytes is None:
         return of_sizes(numels, problem)
-    if profile is None and not blocks:
+    if profile is None:
         # Layers that are recomputed need more at a time than they show. That is known of the model alone, not whether
         # there will be a backward: where nothing is small enough for that, it is left to the step to show.
-        wary = replace(request, accesses=module_accesses(model, counts_recomputed=True))
+        wary = replace(request, accesses=module_accesses(model, recomputed_layers(model, blocks)))
         if wary.accesses != problem.request.accesses:
             with suppress(CapacityError):
                 return _with_smaller_chunks(numels, partial(of_sizes, problem=replace(problem, request=wary)), budget)

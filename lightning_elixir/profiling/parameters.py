@@ -13,6 +13,7 @@ from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.core.shells import held_as, layout_of, tensors_inside
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.cuts import cuts_of
+from lightning_elixir.plan.activations import ModelBlock
 from lightning_elixir.plan.types import DTYPE_BYTES, TRAINED_DTYPES, ParamSpec
 
 
@@ -95,7 +96,7 @@ def param_specs(
     )
 
 
-def module_accesses(model: nn.Module, *, counts_recomputed: bool = False) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def module_accesses(model: nn.Module, recomputed: Collection[str] = ()) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """(module name, FQNs of the parameters that one forward of it touches directly), modules without any left out. Of a
     compiled module, all, and none of those below it.
 
@@ -103,14 +104,14 @@ def module_accesses(model: nn.Module, *, counts_recomputed: bool = False) -> tup
 
     Args:
         model: Any.
-        counts_recomputed: Layers that `keeps_what_it_recomputes` tells of are taken as compiled ones are: in backward
-            they need all of their parameters at once.
+        recomputed: Names of layers that are taken as compiled ones are: in backward they need all of their parameters
+            at once (`recomputed_layers`).
     """
     fqn_of = {id(p): fqn for fqn, p in model.named_parameters()}
     regions = compiled_regions(model)
-    recomputed = [module for module in model.modules() if counts_recomputed and keeps_what_it_recomputes(module)]
-    whole = {id(region.entrance) for region in regions} | {id(module) for module in recomputed}
-    below = {id(m) for region in regions for m in region.inside} | {id(m) for one in recomputed for m in one.modules()}
+    layers = [model.get_submodule(name) for name in recomputed]
+    whole = {id(region.entrance) for region in regions} | {id(layer) for layer in layers}
+    below = {id(m) for region in regions for m in region.inside} | {id(m) for layer in layers for m in layer.modules()}
     left_out = below - whole
     accesses = []
     for name, module in model.named_modules():
@@ -122,6 +123,21 @@ def module_accesses(model: nn.Module, *, counts_recomputed: bool = False) -> tup
         if own:
             accesses.append((name, tuple(dict.fromkeys(fqn_of[id(p)] for p in own))))
     return tuple(accesses)
+
+
+def recomputed_layers(model: nn.Module, blocks: Collection[ModelBlock]) -> tuple[str, ...]:
+    """Names of the layers whose backward keeps all that it has computed again, parameters too, until it has used it.
+
+    Args:
+        model: Any.
+        blocks: What is said of activations; of these the model recomputes nothing by itself.
+    """
+    fate_of = {block.name: block.fate for block in blocks}
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if (fate_of[name].is_recomputed if name in fate_of else keeps_what_it_recomputes(module))
+    )
 
 
 def norm_parameters(model: nn.Module, *, is_alone: bool) -> frozenset[str]:

@@ -65,6 +65,16 @@ def test_a_run_is_that_of_the_plain_trainer(activations: str, accumulated: int) 
     assert "cpu_activations" not in stats.held_bytes  # given back when the run is over
 
 
+def test_chunks_are_cut_by_what_blocks_keep_that_are_recomputed() -> None:
+    """All parameters of a block at once, in its backward: with chunks of one layer's size three did not fit."""
+    _, _, expected = fit("auto")
+    trainer, _, actual = fit(ElixirStrategy(gpu_memory_limit="48KiB", activations="recompute"))
+    assert_same_run(actual, expected)
+    stats = trainer.strategy.stats()
+    assert stats.evictions > 0
+    assert stats.overflows == 0
+
+
 class CalledByHand(WideBatches):
     """Optimizes by hand. Its layers, which it calls itself, are the first modules of a step."""
 
