@@ -35,6 +35,8 @@ def checks_option_names(init: Callable[Concatenate[S, P], None]) -> Callable[Con
 def _message(kind: type[Any], unknown: str, names: list[str]) -> str:
     own = inspect.signature(kind.__init__).parameters.values()
     named = [p.name for p in own if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
-    near = get_close_matches(unknown, dict.fromkeys([*names, *named]), n=1)
+    known = list(dict.fromkeys([*names, *named]))
+    # What an option begins with is nearer to it than any other of about that length.
+    near = [name for name in known if name.startswith(f"{unknown}_")] or get_close_matches(unknown, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else f": help({kind.__name__}) has them all"
     return f"{kind.__name__} has no option {unknown!r}{hint}"

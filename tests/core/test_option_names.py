@@ -21,6 +21,7 @@ class Own(ElixirStrategy):
     ("kind", "given", "message"),
     [
         (ElixirStrategy, "gpu_memory_limits", "'gpu_memory_limits'; did you mean gpu_memory_limit?"),
+        (ElixirStrategy, "gpu_memory", "'gpu_memory'; did you mean gpu_memory_limit?"),
         (ElixirStrategy, "zzzz", "'zzzz': help(ElixirStrategy) has them all"),
         (fabric.ElixirStrategy, "gpu_memory_limits", "'gpu_memory_limits'; did you mean gpu_memory_limit?"),
         (fabric.ElixirStrategy, "paralelize_fn", "'paralelize_fn'; did you mean parallelize_fn?"),
