@@ -200,6 +200,20 @@ def test_a_clip_value_of_0_clips_nothing_as_in_the_trainer(capsys: pytest.Captur
     assert "must be a positive number, or 0 for no clipping, got -1" in capsys.readouterr().err
 
 
+def test_fused_operators_are_named_where_they_help(capsys: pytest.CaptureFixture[str]) -> None:
+    def reason(limit: str, *more: str) -> str:
+        large = [word.replace("vocab_size=512", "vocab_size=50000") for word in TINY]
+        training = ["--batch-size", "8", "--seq-len", "128", *more]
+        main(["plan", "--model", "gpt2", *large, "--gpu-memory", limit, "--cpu-memory", "8GiB", *training, "--json"])
+        return str(json.loads(capsys.readouterr().out).get("reason"))
+
+    assert reason("350MiB").endswith(" Or with fused operators: it fits with --use-fused-kernels.")
+    assert reason("350MiB", "--use-fused-kernels") == "None"
+    lacking, with_fused = (reason("150MiB", *more) for more in ([], ["--use-fused-kernels"]))
+    assert re.search(r"With --use-fused-kernels it lacks [\d.]+ MiB less\.$", lacking)
+    assert "use-fused" not in with_fused
+
+
 @pytest.mark.full
 def test_what_does_not_fit_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "gpt2", *TINY, "--gpu-memory", "600KiB", "--cpu-memory", "8GiB"]

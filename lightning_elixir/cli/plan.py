@@ -31,6 +31,7 @@ from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.sharding import best_sharding, meshes_of
 from lightning_elixir.plan.simulator.timeline import Timeline
 from lightning_elixir.plan.types import Plan, Tier
+from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.planning import (
     ChunkSizes,
     PlacementRequest,
@@ -106,12 +107,12 @@ def run_plan(options: argparse.Namespace) -> int:
     try:
         found = find(options)
     except CapacityError as error:
+        reason = f"{error}{_with_fused_operators(options, error)}"
         if options.json:
-            sys.stdout.write(json.dumps({"fits": False, "reason": str(error)}) + "\n")
+            sys.stdout.write(json.dumps({"fits": False, "reason": reason}) + "\n")
         else:
-            Console(stderr=True, soft_wrap=True, highlight=False).print(
-                f"[bold red]It does not fit.[/] {escape(str(error))}"
-            )
+            console = Console(stderr=True, soft_wrap=True, highlight=False)
+            console.print(f"[bold red]It does not fit.[/] {escape(reason)}")
         return 1
     if options.save_plan:
         _written(options.save_plan, lambda path: save_plan(found.plan, path))
@@ -123,6 +124,21 @@ def run_plan(options: argparse.Namespace) -> int:
     else:
         print_plan(found, options)
     return 0
+
+
+def _with_fused_operators(options: argparse.Namespace, refusal: CapacityError) -> str:
+    """What fused operators would change about a refusal, as a sentence to end it with; empty if nothing, or if they
+    were asked for."""
+    if options.use_fused_kernels or refusal.resource != "GPU":
+        return ""
+    try:
+        find(argparse.Namespace(**{**vars(options), "use_fused_kernels": True}))
+    except CapacityError as error:
+        saved = (refusal.lacking_bytes or 0) - (error.lacking_bytes or 0) if error.resource == "GPU" else 0
+        return f" With --use-fused-kernels it lacks {format_bytes(saved)} less." if saved > 0 else ""
+    except PlanError:  # nothing can be swapped in it
+        return ""
+    return " Or with fused operators: it fits with --use-fused-kernels."
 
 
 def find(options: argparse.Namespace) -> Found:
