@@ -12,6 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from lightning_elixir.core.shells import is_shell
 from lightning_elixir.fused.mixtures import mixture
 from lightning_elixir.fused.operators import Gate, NormKind, activation, rms_norm_by_torch
 
@@ -96,6 +97,8 @@ def mixture_of(module: nn.Module) -> Gate | None:
     own = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
     if len(module._parameters) != 2 or module._buffers or any(p is None or p.dim() != 3 for p in own):
         return None
+    if any(p is None or is_shell(p) or not p.is_floating_point() for p in own):
+        return None  # quantised ones, or parts of others: products know them by their class
     act = module._modules.get("act_fn")
     kind = _activation_of(act)
     if kind is None or len(module._modules) != 1:

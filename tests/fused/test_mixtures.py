@@ -21,6 +21,7 @@ from lightning_elixir.profiling.fake_step import profile_memory
 from tests.helpers.fused import make_batch, make_lm
 from tests.helpers.processes import ROOT
 from tests.helpers.releases import need_experts_in_one_module
+from tests.helpers.shells import Scaled
 
 EXPERTS = 5
 
@@ -188,6 +189,19 @@ def test_a_module_of_any_library_is_known_by_what_it_computes() -> None:
     assert "Mixture" in type(first.grad_fn).__name__ + str(first.grad_fn.next_functions)
     torch.testing.assert_close(first, expected[0])
     assert torch.equal(second, expected[1])
+
+
+def test_quantised_experts_stay_as_they_are() -> None:
+    """Their products know them by their class."""
+    experts = Experts()
+    values = experts.gate_up_proj.detach()
+    scaled = Scaled(values, torch.ones(()))
+    experts.gate_up_proj = nn.Parameter(scaled, requires_grad=False)
+    assert not fuse(experts, "auto", torch.device("cpu")).counts
+    experts.gate_up_proj = nn.Parameter(values.to(torch.uint8), requires_grad=False)
+    assert not fuse(experts, "auto", torch.device("cpu")).counts
+    experts.gate_up_proj = nn.Parameter(values, requires_grad=False)
+    assert fuse(experts, "auto", torch.device("cpu")).counts
 
 
 def test_experts_of_transformers() -> None:
