@@ -437,7 +437,7 @@ class Forwards:
             self._exit_module(frame, output)
 
     def _leave_unended(self, module: nn.Module) -> None:
-        """Leave the forwards inside a module's that a signal has ended, of which torch tells nobody."""
+        """Leave the forwards inside a module's that a signal has ended: torch calls no hook of theirs."""
         while self._frames[-1].module is not module:
             self._hold(self._frames[-1], ())
             self._leave_frame()

@@ -72,8 +72,8 @@ class MeshAccess:
             self._world = dist.group.WORLD
 
     def end(self) -> None:
-        """The run is over: a process by itself has no group any more, and is taken for one of several by nobody. What
-        is cut over the mesh still computes, since one rank exchanges nothing."""
+        """The run is over: a process by itself has no group any more, so that what comes later does not take it for
+        one of several. What is cut over the mesh still computes, since one rank exchanges nothing."""
         if self._world is not None and dist.group.WORLD is self._world:
             dist.destroy_process_group()
 

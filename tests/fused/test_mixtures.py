@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +15,7 @@ from lightning_elixir.fused.mixtures import mixture
 from lightning_elixir.fused.operators import Gate, activation
 from lightning_elixir.profiling.fake_step import profile_memory
 from tests.helpers.fused import make_batch, make_lm
-from tests.helpers.processes import ROOT
+from tests.helpers.interpreter import check_under_interpreter
 from tests.helpers.releases import need_experts_in_one_module
 from tests.helpers.shells import Scaled
 
@@ -223,20 +219,9 @@ def test_experts_of_transformers() -> None:
 
 @pytest.mark.full
 def test_kernels_under_the_interpreter() -> None:
-    """In a process of its own: Triton reads the variable once, when it is imported."""
     pytest.importorskip("triton", reason="needs triton, which the extra `test` brings")
-    plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:xdist"]
-    tests = [f"tests/fused/test_mixtures.py::{name}" for name in ("test_is_the_loop", "test_with_frozen_operands")]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *plugins, *tests],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
-    assert re.search(r"\b10 passed", result.stdout), result.stdout[-500:]
+    names = ("test_is_the_loop", "test_with_frozen_operands")
+    check_under_interpreter("10", *(f"tests/fused/test_mixtures.py::{name}" for name in names))
 
 
 def test_a_full_device_does_not_pass_for_one_without_grouped_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,8 @@ import importlib
 import importlib.util
 import logging
 import math
-import os
 import random
 import re
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -26,6 +24,7 @@ from lightning_elixir.kernels import gpu
 from lightning_elixir.kernels.sequence import Operands, Scalars
 from lightning_elixir.optim import scaling
 from lightning_elixir.plan.types import ALIGN_NUMEL
+from tests.helpers.interpreter import check_under_interpreter
 from tests.helpers.tiers import full, telling
 
 ROOT = Path(__file__).parents[2]
@@ -277,19 +276,8 @@ def test_one_launch_for_each_set_of_numbers_and_for_each_level(monkeypatch: pyte
 @needs_triton
 @pytest.mark.full
 def test_kernels_under_the_interpreter() -> None:
-    """In a process of its own: Triton reads the variable once, when it is imported."""
-    plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:xdist"]
-    options = ["-q", *plugins, "-W", "ignore::RuntimeWarning"]  # numpy divides by zero aloud
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "tests/gpu/test_kernels.py"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
-    assert re.search(r"\b5\d passed", result.stdout), result.stdout[-500:]
+    # numpy divides by zero aloud
+    check_under_interpreter(r"5\d", "-W", "ignore::RuntimeWarning", "tests/gpu/test_kernels.py")
 
 
 class Compiler:

@@ -396,6 +396,15 @@ def test_slurms_nodes_give_what_pytorch_gives(tmp_path: Path) -> None:
     _assert_is_plain(tmp_path, 2, 1)
 
 
+def refusal_of_two_by_two() -> str:
+    """What a fit of two nodes with two devices each is refused for; empty if it is not."""
+    try:
+        trainer_of(ElixirStrategy(), 2, 2).fit(Model(), DataLoader(DATA, batch_size=4))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
 def uneven_tasks() -> str:
     """As SLURM describes `--ntasks=3 --nodes=2 --ntasks-per-node=2`."""
     rank = int(os.environ["RANK"])
@@ -409,11 +418,7 @@ def uneven_tasks() -> str:
         SLURM_LOCALID=str(rank % 2),
         SLURM_NODEID=str(rank // 2),
     )
-    try:
-        trainer_of(ElixirStrategy(), 2, 2).fit(Model(), DataLoader(DATA, batch_size=4))
-    except PlanError as error:
-        return str(error)
-    return ""
+    return refusal_of_two_by_two()
 
 
 def test_uneven_tasks_of_slurm_are_refused_on_every_rank() -> None:
@@ -426,11 +431,7 @@ def three_and_one() -> str:
     """Of 2 x 2 processes three on the first node, where one of them has no device."""
     rank = int(os.environ["RANK"])
     _describe(*((0, rank, 3) if rank < 3 else (1, 0, 1)))
-    try:
-        trainer_of(ElixirStrategy(), 2, 2).fit(Model(), DataLoader(DATA, batch_size=4))
-    except PlanError as error:
-        return str(error)
-    return ""
+    return refusal_of_two_by_two()
 
 
 def test_uneven_nodes_of_the_right_total_are_refused_on_every_rank() -> None:
