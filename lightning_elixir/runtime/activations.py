@@ -258,10 +258,16 @@ _Buffer = tuple[nn.Module, str, Tensor]
 
 
 def _buffers(module: nn.Module) -> Iterator[_Buffer]:
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                yield part, name, buffer
+    """Those of a block, at each of its calls: `modules()` would take longer than all else that is done there."""
+    waiting, seen = [module], set()
+    while waiting:
+        part = waiting.pop()
+        waiting += [child for child in part._modules.values() if child is not None]
+        if part._buffers and id(part) not in seen:
+            seen.add(id(part))
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    yield part, name, buffer
 
 
 def _contexts(buffers: list[_Buffer]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -260,6 +260,11 @@ class Engine:
             and (not active.cost or active.rcache.serve((chunk.id,), pin=False))
         )
 
+    def is_in_use(self, chunk_id: int) -> bool:
+        """Whether a chunk that stays on the device has been acquired since the forward or the backward began."""
+        chunk = self.chunks[chunk_id]
+        return chunk.ready is None and chunk.is_bound and chunk_id in self.interception.plain_chunks
+
     def drop(self, ids: Sequence[int]) -> None:
         """Undo one pinned `acquire`."""
         active = self.active

@@ -6,9 +6,12 @@ the hook of the outermost module. Inside, every module's hook has the chunks bro
 A module all of whose parameters, with those below it, lie in one chunk brings that chunk for the whole of its forward,
 and what is below it is *covered*: met there, nothing is left to be done. One whose parameters lie in a few chunks, such
 as a layer that the border between two chunks cuts, covers what is below it as well: it holds the chunk that was needed
-last, and takes another in its place where a module below it needs that. Once the trace is known, of modules that were
-only ever met covered the begin alone is told of, to look whether that is still so (it is not when such a module is
-called by itself, or under the user's own hooks for saved tensors), and to take the module back among the others if not.
+last, and takes another in its place where a module below it needs that. Chunks that stay on the device are not counted
+among these, since nothing has to be held for them: of a frozen layer whose adapters stay the one chunk is held, and the
+first use of the adapters' chunk waits for what the last step has left to be done.
+Once the trace is known, of modules that were only ever met covered the begin alone is told of, to look whether that is
+still so (it is not when such a module is called by itself, or under the user's own hooks for saved tensors), and to
+take the module back among the others if not.
 What activation checkpointing recomputes in backward is covered too, by one frame above all modules.
 What tells of it stands in the place of the module's call: with any hook, torch takes a long way around the forward.
 (Code that the compiler makes goes past such a call. So where there is any, and the module above may have to take
@@ -141,6 +144,7 @@ class Forwards:
         self._looked_through = modules_to_look_through(engine.module, home, engine.interception.class_of)
         self._context_tensors = ContextTensors(saved)
         self._accesses: dict[int, _Access] = {}
+        self._staying: frozenset[int] = frozenset()  # chunks that the plan in force keeps on the device
         self._turning: set[int] = set()  # modules (by id) at whose begin the one above may take another chunk in hand
         self._watched: list[nn.Module] = []  # that tell of their forwards
         self._state = CompiledState(engine.module)
@@ -382,6 +386,11 @@ class Forwards:
         if above.module is module:
             above.depth += 1
         if needed != above.ids:
+            if len(needed) == 1 and needed[0] in self._staying:
+                if not self._engine.is_in_use(needed[0]):  # the first use in a forward or a backward
+                    with deferred():
+                        self._engine.acquire(needed, pin=False)
+                return
             with deferred():
                 self._hold(above, needed)
 
@@ -516,7 +525,9 @@ class Forwards:
             PlanError: For the first plan, if it moves chunks, and compiled modules count on parameters that stay.
         """
         is_first, self._hooks = not self._accesses, hooks
-        if is_first:
+        staying = frozenset(chunk.id for chunk in self._engine.plan.chunks if chunk.is_persistent)
+        if is_first or staying != self._staying:
+            self._staying = staying
             self._look_for_compiled()
         else:
             self._watch()
@@ -531,7 +542,7 @@ class Forwards:
         if engine.active.is_watching and engine.device.torch_device.type == "cuda":
             check_addresses(root, regions)
         self._compiled = frozenset(id(region.entrance) for region in regions)
-        self._accesses, needs = _accesses_by_module(root, self._home, regions, self._looked_through)
+        self._accesses, needs = _accesses_by_module(root, self._home, regions, self._looked_through, self._staying)
         self._recomputation = _Access((), needs, is_changing=True)
         self._turning = {key for access in self._accesses.values() if access.is_changing for key in access.covered}
         inside = {id(m) for region in regions for m in region.inside} - self._compiled
@@ -588,6 +599,7 @@ def _accesses_by_module(
     home: Mapping[int, tuple[Chunk, int]],
     regions: Sequence[CompiledRegion],
     looked_through: Collection[int],
+    staying: Collection[int],
 ) -> tuple[dict[int, _Access], dict[int, tuple[int, ...]]]:
     """What to hold during a module's forward: the chunks of its own parameters, where no module below has any; the one
     chunk that it and all modules below lie in, which then need no access of their own; of a few chunks, those that the
@@ -597,6 +609,7 @@ def _accesses_by_module(
     Args:
         looked_through: Modules (by id) at whose exit what autograd has saved is looked at: one by one, so that it
             keeps a chunk no longer.
+        staying: Chunks for which a module that needs another one, too, holds nothing.
 
     Returns:
         By the id of the module; and what each module needs from its begin where what is above it holds one chunk after
@@ -610,14 +623,18 @@ def _accesses_by_module(
         keys = [id(p) for p in module.parameters()]
         ids = tuple(dict.fromkeys(home[key][0].id for key in keys if key in home))
         own = {id(p) for p in module._parameters.values() if p is not None}
-        needs[id(module)], below[id(module)] = ids if len(ids) == 1 or {*keys} == own else (), ids
+        moving = ids
+        if len(ids) <= _FEW_CHUNKS and id(module) not in looked_through:
+            moving = tuple(i for i in ids if i not in staying) or ids
+        below[id(module)] = ids
+        needs[id(module)] = ids if {*keys} == own else moving if len(moving) == 1 else ()
     for module in root.modules():
         ids = below[id(module)]
         # Not those that are compiled: their parameters must be plain, which others need not be.
         inside = [id(m) for m in module.modules() if id(m) not in compiled]
         if len(ids) == 1 or (ids and id(module) in compiled):
             found[id(module)] = _Access(ids, dict.fromkeys(inside, ids))
-        elif needs[id(module)]:
+        elif ids and needs[id(module)] == ids:
             found[id(module)] = _Access(ids)
         elif 1 < len(ids) <= _FEW_CHUNKS and module is not root and id(module) not in looked_through:
             found[id(module)] = _Access((), {key: needs[key] for key in inside}, is_changing=True)

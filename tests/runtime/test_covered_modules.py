@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.optim import HybridAdam
+from lightning_elixir.plan.types import ChunkSpec, Tier
 from lightning_elixir.runtime.context_tensors import ContextTensors
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.plans import make_plan
@@ -70,6 +71,7 @@ class Training:
     Args:
         num_parameters: In a chunk; four are a block.
         rcache_blocks: Chunks that fit.
+        place: Where each chunk is.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Training:
         make: Callable[[], Net] = Net,
         num_parameters: int = 4,
         rcache_blocks: int = 2,
+        place: Callable[[ChunkSpec], ChunkSpec] = lambda chunk: chunk,
     ) -> None:
         torch.manual_seed(0)
         self.net = make()
@@ -85,11 +88,12 @@ class Training:
         self.plain = copy.deepcopy(self.net)
         size = num_parameters * PARAMETER_BYTES
         plan = replace(make_plan(self.net, placement_policy="cpu", chunk_size=size), rcache_blocks=rcache_blocks)
+        plan = replace(plan, chunks=tuple(place(chunk) for chunk in plan.chunks))
         assert {len(c.members) for c in plan.chunks} == {num_parameters}
-        inner = HybridAdam(self.net.parameters(), lr=1e-2)
+        inner = HybridAdam([p for p in self.net.parameters() if p.requires_grad], lr=1e-2)
         self.module = ElixirModule(self.net, plan, device=CPU)
         self.optimizer = ElixirOptimizer(self.module, inner)
-        self.plain_optimizer = HybridAdam(self.plain.parameters(), lr=1e-2)
+        self.plain_optimizer = HybridAdam([p for p in self.plain.parameters() if p.requires_grad], lr=1e-2)
         self.num_steps = 0
 
     def step(self, forward: Callable[[Any, Tensor], Tensor] = lambda model, x: model(x)) -> None:
@@ -222,6 +226,58 @@ def test_blocks_that_recompute_what_is_inside_of_them(num_parameters: int) -> No
     assert stats.overflows == 0
     assert not any(engine.rcache.is_pinned(chunk.id) for chunk in engine.chunks)
     assert not engine.forwards._frames
+
+
+class Adapted(nn.Linear):
+    """Frozen, with an adapter of two small matrices inside."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.requires_grad_(False)
+        self.first, self.second = nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.second(self.first(x))
+
+
+def with_adapters(net: Net) -> None:
+    for block in net.blocks:
+        block.up, block.down = Adapted(), Adapted()
+
+
+@pytest.mark.parametrize("has_states", [True, False])
+@pytest.mark.parametrize("change", [as_it_is, with_checkpoints, with_repeats, with_hooks_inside])
+def test_adapters_that_stay_beside_frozen_blocks(change: Callable[[Net], None], has_states: bool) -> None:
+    """Adapters of four parameters each lie in chunks of one block's; a frozen block's own four in another.
+
+    Args:
+        has_states: Adapters are updated where they stay; if not, on the host, and the next forward waits for it.
+    """
+
+    def place(chunk: ChunkSpec) -> ChunkSpec:
+        optim_tier = Tier.GPU if has_states else Tier.CPU
+        staying = replace(chunk, param_tier=Tier.GPU, optim_tier=optim_tier, is_persistent=True)
+        return staying if chunk.requires_grad else chunk
+
+    def changed(net: Net) -> None:
+        with_adapters(net)
+        change(net)
+
+    training = Training(changed, place=place)
+    for _ in range(3):
+        training.step()
+    training.module.reset_stats()
+    training.step()
+    stats, engine = training.module.stats(), training.module.engine
+    trace = list(engine.traces["train"].acquires())
+    frozen = [event.ids for event in trace if event.is_pinned and not engine.chunks[event.ids[0]].spec.requires_grad]
+    if change is as_it_is:
+        # In forward each once; before, again behind each adapter. Those that stay, once in forward, once in backward.
+        assert len(frozen) == len(set(frozen)) == 6
+        assert len(trace) == 18 + 34
+    assert stats.misses_of_trace == stats.overflows == 0
+    assert stats.fetches + stats.prefetches >= 6
+    assert not any(engine.rcache.is_pinned(chunk.id) for chunk in engine.chunks)
 
 
 def test_an_error_where_a_block_recomputes_what_is_inside_of_it() -> None:
