@@ -223,8 +223,10 @@ class WholeSteps(TorchSteps):
 
 
 def taking_turns(first: Sequence[_T], second: Sequence[_T]) -> list[_T]:
-    """Both, each in its order, spread over all: the same on every rank where these are."""
-    places = [((number + 0.5) / len(of), one) for of in (first, second) for number, one in enumerate(of)]
+    """Both, each in its order, spread over all, with the second's first at the begin and its last at the end, so that
+    the first's way to the device and back hides behind these: the same on every rank where the two are."""
+    places = [((number + 0.5) / len(first), one) for number, one in enumerate(first)]
+    places += [(number / max(1, len(second) - 1), one) for number, one in enumerate(second)]
     return [one for _, one in sorted(places, key=lambda place: place[0])]
 
 

@@ -442,7 +442,7 @@ def test_the_largest_parameters_get_fewer_slots() -> None:
 
 
 def test_chunks_of_both_sides_take_turns() -> None:
-    assert taking_turns([1, 2, 3, 4], [5, 6]) == [1, 5, 2, 3, 6, 4]
+    assert taking_turns([1, 2, 3, 4], [5, 6]) == [5, 1, 2, 3, 4, 6]
     assert taking_turns([], [5, 6]) == [5, 6]
 
 
