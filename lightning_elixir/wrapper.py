@@ -21,7 +21,6 @@ from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.fused import FusedChoice, fuse
 from lightning_elixir.memory_limits import LimitedModule, MemoryLimits, change_limits
 from lightning_elixir.optimizer import ElixirOptimizer
-from lightning_elixir.patterns.apply import pattern_forwards
 from lightning_elixir.plan.activations import has_offloaded
 from lightning_elixir.plan.ignored import ignored_in_fp32, with_ignored
 from lightning_elixir.plan.kept_dtypes import kept_in, with_kept
@@ -122,8 +121,6 @@ class ElixirModule(nn.Module):
         tell_of_unchunked(model, plan.ignored)
         precision = Precision(torch.float32 if is_half and master_weights else None)
         disk = DiskOptions(nvme_offload_dir, nvme_backend, nvme_checksums)
-        if use_fused_kernels and any(pattern_forwards(model)):
-            raise PlanError("fused operators would pass parallel patterns by: leave out use_fused_kernels")
         with fuse(model, use_fused_kernels, runtime_device.torch_device) as self._swapped:
             self.engine = Engine(model, plan, runtime_device, comm, precision, reduce_dtype, prefetch, disk)
         self.module = model

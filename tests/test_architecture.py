@@ -23,7 +23,7 @@ ARROWS: dict[str, set[str]] = {
     "storage": {"core", "plan"},
     "optim": {"core", "plan", "kernels", "storage"},
     "fused": {"core"},
-    "patterns": {"core", "plan"},
+    "patterns": {"core", "fused", "plan"},
     "profiling": {"core", "fused", "plan", "patterns", "storage", "kernels", "optim"},  # the optimizer that is measured
     "checkpoint": {"core", "storage"},
     "runtime": {"core", "plan", "patterns", "storage", "optim"},
@@ -32,7 +32,7 @@ ARROWS: dict[str, set[str]] = {
     "memory_limits": {"core", "plan", "planning", "runtime"},
     "stepping": {"core", "plan", "optim", "runtime"},
     "optimizer": {"core", "plan", "optim", "runtime", "stepping", "wrapper"},
-    "wrapper": {"core", "fused", "patterns", "plan", "profiling", "runtime", "storage", "optimizer", "memory_limits"},
+    "wrapper": {"core", "fused", "plan", "profiling", "runtime", "storage", "optimizer", "memory_limits"},
     # Lightning itself comes in through `_lightning` alone.
     "_lightning": set(),
     "strategy": {"_lightning", "wrapper", "optimizer", "planning", "report", "runtime", "checkpoint", "profiling"}

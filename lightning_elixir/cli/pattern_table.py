@@ -17,7 +17,7 @@ from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.units import format_bytes, format_seconds
 from lightning_elixir.plan.weighing import Exchanged, Way, advise, meshes_to_weigh, way_of, weigh
 
-_NOT_IN_TABLE = ("fits", "scaling", "module", "save_plan", "html", "json", "activations", "use_fused_kernels")
+_NOT_IN_TABLE = ("fits", "scaling", "module", "save_plan", "html", "json", "activations")
 
 
 def print_patterns(options: argparse.Namespace) -> int:

@@ -14,6 +14,8 @@ from torch._dynamo import external_utils, trace_rules
 from torch._dynamo.eval_frame import OptimizeContext
 from torch._dynamo.utils import counters
 
+from lightning_elixir.core.module_hooks import forward_of, set_forward
+
 log = logging.getLogger(__name__)
 
 # What `torch.compile` makes has both, what `torch.compiler.disable` makes the first.
@@ -21,7 +23,6 @@ _ORIGINAL = "_torchdynamo_orig_callable"
 _CONFIG = "get_compiler_config"
 _CALL = "_compiled_call_impl"  # of a module: what `module.compile()` has made
 _INNER = "_orig_mod"  # what `torch.compile(module)` has around it
-_COMPUTE = "compute"  # of what has a pattern's forward: the module's own
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,7 @@ class CompiledRegion:
     @property
     def compiled(self) -> Any:
         """The function that `torch.compile` has made."""
-        return compiled_call_of(self.entrance) if self.is_call else _forward_of(self.entrance)
+        return compiled_call_of(self.entrance) if self.is_call else forward_of(self.entrance)
 
     @property
     def has_cuda_graphs(self) -> bool:
@@ -104,30 +105,9 @@ def _region_of(module: nn.Module) -> CompiledRegion | None:
     return None
 
 
-def _forward_of(module: nn.Module) -> Any:
-    """The function that is called: of the module itself (`torch.compile(module)` has one as well), or of its class. Not
-    a pattern's, but what that calls."""
-    pattern = _pattern_of(module)
-    return vars(module).get("forward", type(module).forward) if pattern is None else getattr(pattern, _COMPUTE)
-
-
-def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    pattern = _pattern_of(module)
-    if pattern is None:
-        vars(module)["forward"] = forward
-    else:
-        setattr(pattern, _COMPUTE, forward)
-
-
-def _pattern_of(module: nn.Module) -> Any:
-    """What has a pattern's forward, of which the module's is a method; None where there is none."""
-    around = getattr(vars(module).get("forward"), "__self__", None)
-    return around if hasattr(around, _COMPUTE) and not isinstance(around, nn.Module) else None
-
-
 def _compiled_forward_of(module: nn.Module) -> Any:
     """None where it is not compiled: Lightning puts another one in the place of its module's in every step."""
-    forward = _forward_of(module) if "forward" in module.__dict__ else type(module).forward  # asked in every step
+    forward = forward_of(module) if "forward" in module.__dict__ else type(module).forward  # asked in every step
     return forward if hasattr(forward, _ORIGINAL) and hasattr(forward, _CONFIG) else None
 
 
@@ -136,7 +116,7 @@ def run_as_it_is(region: CompiledRegion) -> None:
     if region.is_call:
         region.entrance._compiled_call_impl = None
     else:
-        _set_forward(region.entrance, _uncompiled(region.entrance))
+        set_forward(region.entrance, _uncompiled(region.entrance))
 
 
 def compiler_of(region: CompiledRegion) -> Any:
@@ -151,7 +131,7 @@ def compile_with(module: nn.Module, compiler: Any) -> None:
     """As `module.compile()`, with what another one was compiled with."""
     call = module._call_impl
     # Compiled by itself, the compiler passes over what is torch's own.
-    is_torchs: bool = trace_rules.check(_forward_of(module))
+    is_torchs: bool = trace_rules.check(forward_of(module))
     module._compiled_call_impl = compiler(external_utils.wrap_inline(call) if is_torchs else call)
 
 
@@ -209,8 +189,8 @@ def named_modules(root: nn.Module, *, remove_duplicate: bool = True) -> dict[str
 def run_copy_as_it_is(copy: nn.Module) -> None:
     """Have the modules of a deep copy run uncompiled, and not by functions that belong to the original."""
     for module in copy.modules():
-        if hasattr(_forward_of(module), _ORIGINAL):
-            _set_forward(module, _uncompiled(module))
+        if hasattr(forward_of(module), _ORIGINAL):
+            set_forward(module, _uncompiled(module))
 
 
 def _uncompiled(module: nn.Module) -> Callable[..., Any]:
@@ -218,7 +198,7 @@ def _uncompiled(module: nn.Module) -> Callable[..., Any]:
     wrapped = module._modules.get(_INNER)
     if wrapped is not None:
         return wrapped.__call__
-    original = getattr(_forward_of(module), _ORIGINAL)
+    original = getattr(forward_of(module), _ORIGINAL)
     code = getattr(original, "__code__", None)
     if code is not None and code.co_filename == external_utils.__file__:  # the compiler's own, around torch's modules
         original = original.__wrapped__

@@ -509,7 +509,7 @@ def _driver_version() -> str:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[None]:
-    """Inside, what names no device goes to this one."""
+    """Inside, what names no device goes to this one; so do Triton's launches, whatever their tensors are on."""
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
@@ -518,6 +518,11 @@ def working_on(device: torch.device) -> Iterator[None]:
     """What a thread of ours needs around its work: it inherits neither the device nor the gradient mode."""
     with torch.no_grad(), current_device(device):
         yield
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run there: with its own switch as Python, on any device."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def beside_dispatch_modes() -> AbstractContextManager[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,35 @@ class OwnHook:
 
 
 _OWN = "_is_own_forward"
+_COMPUTE = "compute"  # of what has a pattern's forward: the module's own
+
+
+def pattern_around(module: nn.Module) -> Any:
+    """What has a pattern's forward, of which the module's is a method; None where there is none."""
+    around = getattr(vars(module).get("forward"), "__self__", None)
+    return around if hasattr(around, _COMPUTE) and not isinstance(around, nn.Module) else None
+
+
+def forward_of(module: nn.Module) -> Any:
+    """The function that computes: of the module itself (`torch.compile(module)` has one as well), or of its class. Not
+    a pattern's, but what that calls."""
+    around = pattern_around(module)
+    return vars(module).get("forward", type(module).forward) if around is None else getattr(around, _COMPUTE)
+
+
+def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Have this compute. A pattern stays around it."""
+    around = pattern_around(module)
+    if around is None:
+        vars(module)["forward"] = forward
+    else:
+        setattr(around, _COMPUTE, forward)
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether what computes is not the forward of the module's class."""
+    forward = forward_of(module)
+    return getattr(forward, "__func__", forward) is not type(module).forward
 
 
 def own_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,7 +56,17 @@ def own_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def has_own_forward(module: nn.Module) -> bool:
     """Whether a module's forward is one of ours."""
-    return hasattr(getattr(vars(module).get("forward"), "__func__", None), _OWN)
+    return hasattr(getattr(forward_of(module), "__func__", None), _OWN)
+
+
+def drop_own_forward(module: nn.Module) -> None:
+    """Have a module compute by its class again if its forward is one of ours."""
+    if not has_own_forward(module):
+        return
+    if pattern_around(module) is None:
+        del vars(module)["forward"]
+    else:
+        set_forward(module, MethodType(type(module).forward, module))
 
 
 def without_hooks(modules: Iterable[nn.Module], memo: Mapping[int, Any]) -> None:
@@ -38,8 +78,8 @@ def without_hooks(modules: Iterable[nn.Module], memo: Mapping[int, Any]) -> None
     """
     for module in modules:
         copied = memo.get(id(module))
-        if isinstance(copied, nn.Module) and has_own_forward(copied):
-            del vars(copied)["forward"]
+        if isinstance(copied, nn.Module):
+            drop_own_forward(copied)
         for name in _HOOKS:
             hooks: dict[int, Any] = memo.get(id(getattr(module, name))) or {}
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", hook), OwnHook)]:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_elixir.core.module_hooks import OwnHook, own_forward
+from lightning_elixir.core.module_hooks import OwnHook, own_forward, pattern_around
 from lightning_elixir.fused.linear_loss import linear_cross_entropy
 from lightning_elixir.fused.recognising import twin
 
@@ -99,6 +99,9 @@ def _why_not(model: Any) -> str | None:
         return "it was given a loss_function of its own"
     if type(head) is not nn.Linear:
         return f"its last layer is a {type(head).__module__}.{type(head).__qualname__}, not a plain nn.Linear"
+    around = pattern_around(head) or pattern_around(model)
+    if around is not None:
+        return f"it, or its last layer, has a parallel pattern, {around.pattern!r}"
     if "forward" in vars(head) or "forward" in vars(model):
         return "its forward, or that of its last layer, has been replaced"
     if any(not isinstance(getattr(h, "__self__", h), OwnHook) for n in _HOOKS for h in vars(head)[n].values()):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_elixir.core.device import runs_triton
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,7 @@ def _once(function: Any) -> Any:
 
 def runs_on(device: torch.device) -> bool:
     """Whether its kernels run there."""
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels as Python, on any device
-    return (device.type == "cuda" or is_interpreted) and kernels() is not None
+    return runs_triton(device) and kernels() is not None
 
 
 def kernels_for(*operands: Tensor) -> Kernels | None:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import os
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_elixir.core.device import current_device, runs_triton
 from lightning_elixir.fused.operators import Gate, activation
 
 log = logging.getLogger(__name__)
@@ -182,9 +181,8 @@ def _outer_products(first: Tensor, second: Tensor, ends: Tensor) -> Tensor:
 
 def _code_for(operand: Tensor) -> Any:
     """The kernels; None: use torch's operators."""
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels as Python, on any device
     is_narrow = operand.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return _code(operand.device) if is_narrow and (operand.is_cuda or is_interpreted) else None
+    return _code(operand.device) if is_narrow and runs_triton(operand.device) else None
 
 
 @functools.cache
@@ -193,7 +191,7 @@ def _code(device: torch.device) -> Any:
     try:
         code = importlib.import_module("lightning_elixir.fused.triton_code")
         tried = torch.zeros(1, 32, device=device)
-        with _on(tried):
+        with current_device(device):
             code.gated_kernel[(1, 1)](tried, tried.new_empty(1, 16), 16, IS_SILU=True, BLOCK=16)
     except torch.OutOfMemoryError:
         raise
@@ -205,11 +203,6 @@ def _code(device: torch.device) -> Any:
         )
         return None
     return code
-
-
-def _on(operand: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, whatever its tensors are on; the CPU is its interpreter's."""
-    return torch.accelerator.device_index(operand.device.index) if operand.is_cuda else nullcontext()
 
 
 def _blocks(width: int) -> tuple[int, int]:
@@ -229,7 +222,7 @@ def _gated(hidden: Tensor, kind: Gate) -> Tensor:
         return activation(hidden[:, :width], kind) * hidden[:, width:]
     output = hidden.new_empty(hidden.shape[0], width)
     block, parts = _blocks(width)
-    with _on(hidden):
+    with current_device(hidden.device):
         code.gated_kernel[(hidden.shape[0], parts)](hidden, output, width, IS_SILU=kind == "silu", BLOCK=block)
     return output
 
@@ -263,7 +256,7 @@ def _gated_backward(hidden: Tensor, of_product: Tensor, weights: Tensor, kind: G
     of_hidden, weighted = torch.empty_like(hidden), torch.empty_like(of_product)
     dots = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
     block, _ = _blocks(width)
-    with _on(hidden):
+    with current_device(hidden.device):
         code.gated_backward_kernel[(hidden.shape[0],)](
             hidden, of_product, weights, of_hidden, weighted, dots, width, IS_SILU=kind == "silu", BLOCK=block
         )
@@ -291,7 +284,7 @@ def _added(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
         return found.sum(1).to(rows.dtype)
     output = rows.new_empty(places.shape[0], rows.shape[1])
     block, parts = _blocks(rows.shape[1])
-    with _on(rows):
+    with current_device(rows.device):
         code.added_kernel[(places.shape[0], parts)](
             rows,
             places,

@@ -17,7 +17,8 @@ from lightning_elixir.fused.mixtures import mixture
 from lightning_elixir.fused.operators import Gate, NormKind, activation, rms_norm_by_torch
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_epsilon")
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Attributes in which modules keep how many experts they have."""
 _LARGE = 1e3  # beyond the limits at which some models cut values off
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -111,7 +112,7 @@ def mixture_of(module: nn.Module) -> Gate | None:
         parameters={name: nn.Parameter(value, requires_grad=False) for name, value in small.items()},
         modules={"act_fn": act},
     )
-    vars(probe).update({name: 3 for name in _COUNTS if name in vars(module)})
+    vars(probe).update({name: 3 for name in COUNTS if name in vars(module)})
     tokens, weights = torch.randn(4, 8, generator=generator), torch.rand(4, 2, generator=generator)
     tokens, weights = torch.cat((tokens, tokens * _LARGE)), torch.cat((weights, weights))
     numbers = torch.tensor([[0, 2], [2, 0], [2, 0], [0, 2]] * 2)  # one gets no tokens

@@ -4,6 +4,11 @@
 module that it is called for, so that deep copies (the profiler runs one) have it too and use their own parts; copies
 that are given to users are without (`core/module_hooks.py`). Within code that `torch.compile` has made, modules stay as
 they are: the compiler fuses by itself.
+
+A module with a parallel pattern is swapped beneath it: the pattern cuts parameters and exchanges what goes in and comes
+out, and what it calls in between is the fused operator, over the parts that this rank has. A pattern with a forward of
+its own need not call that, so modules with one stay as they are; and so does a loss whose last layer has a pattern,
+since no rank has all of its logits.
 """
 
 from __future__ import annotations
@@ -22,7 +27,14 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.core.functions import copy_of, held_by
-from lightning_elixir.core.module_hooks import has_own_forward, own_forward
+from lightning_elixir.core.module_hooks import (
+    drop_own_forward,
+    has_own_forward,
+    is_replaced,
+    own_forward,
+    pattern_around,
+    set_forward,
+)
 from lightning_elixir.errors import PlanError
 from lightning_elixir.fused import heads, liger
 from lightning_elixir.fused.mixtures import mixture
@@ -72,7 +84,7 @@ class Swapped:
 
     def add(self, operator: str, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Have a module run `forward`, a function whose first argument is the module."""
-        vars(module)["forward"] = MethodType(forward, module)
+        set_forward(module, MethodType(forward, module))
         self.counts[operator, type(module).__name__] += 1
         self.on_undo(functools.partial(_drop_forward, module))
 
@@ -81,8 +93,7 @@ class Swapped:
 
 
 def _drop_forward(module: nn.Module) -> None:
-    if has_own_forward(module):
-        del vars(module)["forward"]
+    drop_own_forward(module)
     if vars(module).get("_loss_function") is heads.fused_loss:
         del vars(module)["_loss_function"]
 
@@ -147,24 +158,33 @@ def _swap(module: nn.Module, swapped: Swapped, *, has_kernels: bool) -> None:
     if "transformers" in sys.modules and heads.is_language_model(module):
         _swap_loss(module, swapped)
         return
-    if "forward" in vars(module):
+    found = None if is_replaced(module) else _found(module, has_kernels=has_kernels)
+    if found is None:
         return
+    around = pattern_around(module)
+    if around is None or around.calls_compute:
+        swapped.add(found[0], module, found[1])
+        return
+    why = f"{around.pattern!r} has a forward of its own, which may compute in another way"
+    sentence = f"{found[0]}: {type(module).__name__} with a pattern stays as it is: {why}"
+    if sentence not in swapped.left:
+        swapped.left.append(sentence)
+
+
+def _found(module: nn.Module, *, has_kernels: bool) -> tuple[str, Callable[..., Any]] | None:
+    """What to swap a module for: the operator's name, and a forward; None: it computes nothing that is known."""
     own = type(module).forward
     formula = norm_formula(module)
     if formula is not None:
-        swapped.add(_NORM, module, _norm_forward(own, *formula))
-        return
+        return _NORM, _norm_forward(own, *formula)
     gate = gate_of(module)
     if gate is not None:
-        swapped.add(_GATED, module, _gated_forward(own, gate))
-        return
+        return _GATED, _gated_forward(own, gate)
     gate = mixture_of(module)
     if gate is not None:
-        swapped.add(_MIXTURE, module, _mixture_forward(own, gate))
-        return
+        return _MIXTURE, _mixture_forward(own, gate)
     turned = _with_rope(own) if has_kernels else None
-    if turned is not None:
-        swapped.add(_ROPE, module, turned)
+    return None if turned is None else (_ROPE, turned)
 
 
 def _swap_loss(model: Any, swapped: Swapped) -> None:

@@ -19,12 +19,12 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_elixir.core.device import current_device
 from lightning_elixir.kernels.sequence import Operands, Scalars, Table
 from lightning_elixir.plan.types import ALIGN_NUMEL
 
@@ -85,7 +85,7 @@ def adam_update(operands: Operands, table: Table) -> bool:
     is_begun = False
     for scalars, runs in group_parts(table):
         try:
-            with kernels.lock, _chosen(operands.param.device):
+            with kernels.lock, current_device(operands.param.device):
                 _launch_adam(kernels.code, tensors, scalars, runs)
         except torch.OutOfMemoryError:
             raise
@@ -111,7 +111,7 @@ def square_sums(shard: Tensor, segments: Runs, scale: float = 1.0, clamp: float 
     if not any(numel for _, numel in segments):
         return torch.zeros(len(segments), dtype=torch.float64, device=shard.device)
     try:
-        with kernels.lock, _chosen(shard.device):
+        with kernels.lock, current_device(shard.device):
             return _launch_sums(kernels.code, shard, segments, scale, clamp)
     except torch.OutOfMemoryError:
         raise
@@ -283,8 +283,3 @@ def _bits(x: float) -> int:
 def _stream_id(device: torch.device) -> int:
     """The stream that Triton launches on."""
     return 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
-
-
-def _chosen(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, whatever its tensors are on; the CPU is its interpreter's."""
-    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)

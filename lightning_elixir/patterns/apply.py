@@ -24,6 +24,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.adapted_experts import is_adapted
 from lightning_elixir.patterns.base import ParallelPattern
 from lightning_elixir.patterns.cuts import set_cuts, whole_of
+from lightning_elixir.patterns.expert import Expert
 from lightning_elixir.patterns.peers import Peers, Wire
 from lightning_elixir.patterns.placed import check_placed, placed_in, placed_modules
 from lightning_elixir.plan.mesh import AxisCut, Mesh
@@ -53,6 +54,11 @@ class PatternForward:
         self._names = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.replaced: dict[str, Any] = {}
         """Attributes of the module as they were."""
+
+    @property
+    def calls_compute(self) -> bool:
+        """Whether the pattern is known to have `compute` do what the module does, whatever that is."""
+        return type(self.pattern).forward in (ParallelPattern.forward, Expert.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for name in self._names[len(args) :] if kwargs else ():  # patterns look at arguments by their positions

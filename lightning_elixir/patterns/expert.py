@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.fused.recognising import COUNTS
 from lightning_elixir.patterns.adapted_experts import (
     AdaptedParameter,
     SpreadParameters,
@@ -20,8 +21,6 @@ from lightning_elixir.patterns.adapted_experts import (
 from lightning_elixir.patterns.base import Compute, ParallelPattern
 from lightning_elixir.patterns.exchanges import ExchangedRows, Permuted, added_rows, foreseen_rows, repeated_rows
 from lightning_elixir.patterns.peers import Exchange, Peers, is_without_values
-
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class Expert(ParallelPattern):
@@ -66,7 +65,7 @@ class Expert(ParallelPattern):
         if is_adapted(module):
             return AdaptedParameter().attributes(module, peers)
         number = next(module.parameters()).shape[0]
-        return {name: number // peers.size for name in _COUNTS if getattr(module, name, None) == number}
+        return {name: number // peers.size for name in COUNTS if getattr(module, name, None) == number}
 
     def forward(
         self, module: nn.Module, compute: Compute, peers: Peers, args: tuple[Any, ...], kwargs: dict[str, Any]

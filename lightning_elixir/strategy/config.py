@@ -155,11 +155,6 @@ class ElixirConfig(LossScaling):
             size = getattr(self, name)
             if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise PlanError(f"{name} must be a number of ranks, at least 1, or 'auto', got {size!r}")
-        if self.use_fused_kernels is True and self.fused_choice is False:
-            raise PlanError(
-                "use_fused_kernels=True cannot be had with tensor_parallel_size or expert_parallel_size: fused"
-                " operators would pass the patterns by. Leave it out, or give 'auto', which swaps nothing there"
-            )
         patterns = self.patterns
         if patterns is None:
             return
@@ -196,14 +191,9 @@ class ElixirConfig(LossScaling):
         return found
 
     @property
-    def fused_choice(self) -> FusedChoice:
-        """`use_fused_kernels`; none beside parallel patterns, whose modules they would pass by."""
-        return self.use_fused_kernels if self.tensor_parallel_size == self.expert_parallel_size == 1 else False
-
-    @property
     def may_fuse(self) -> bool:
-        """Whether fused operators were not asked for, and could be."""
-        return self.use_fused_kernels is False and self.tensor_parallel_size == self.expert_parallel_size == 1
+        """Whether fused operators were not asked for, and would leave out logits: tensor parallelism cuts those."""
+        return self.use_fused_kernels is False and self.tensor_parallel_size == 1
 
     def mesh(self, world_size: int) -> Mesh:
         """How so many ranks stand to each other; a size that is still to be chosen counts as 1.

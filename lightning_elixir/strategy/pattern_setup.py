@@ -63,7 +63,7 @@ def take_dtensors_over(module: nn.Module, config: ElixirConfig, comm: Comm, devi
 
 def fused_choice(module: nn.Module, config: ElixirConfig) -> FusedChoice:
     """What may be swapped for fused operators: nothing in a model of DTensors, which they would pass by."""
-    return False if next(placed_modules(module), None) is not None else config.fused_choice
+    return False if next(placed_modules(module), None) is not None else config.use_fused_kernels
 
 
 def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None:

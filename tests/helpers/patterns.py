@@ -64,11 +64,51 @@ class Experts(nn.Module):
         return total
 
 
-class Mixture(nn.Module):
+class RMSNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(WIDTH)), 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class GatedFeed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GatedExperts(nn.Module):
+    """As transformers has them, to the names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 4 * WIDTH, WIDTH) * 0.2)
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) * 0.2)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        total = torch.zeros_like(tokens)
+        for number in range(self.num_experts):
+            token, place = torch.where(experts == number)
+            gate, up = functional.linear(tokens[token], self.gate_up_proj[number]).chunk(2, -1)
+            made = functional.linear(self.act_fn(gate) * up, self.down_proj[number]) * weights[token, place, None]
+            total = total.index_add(0, token, made.to(total.dtype))
+        return total
+
+
+class Mixture(nn.Module):
+    def __init__(self, *, is_gated: bool) -> None:
+        super().__init__()
         self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.experts = Experts()
+        self.experts = GatedExperts() if is_gated else Experts()
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, WIDTH)
@@ -78,11 +118,12 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, *, is_mixture: bool, is_checkpointed: bool) -> None:
+    def __init__(self, *, is_mixture: bool, is_checkpointed: bool, is_gated: bool) -> None:
         super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.first, self.second = (RMSNorm() if is_gated else nn.LayerNorm(WIDTH) for _ in range(2))
         self.attention = Attention()
-        self.feed: nn.Module = Mixture() if is_mixture else Feed()
+        dense = GatedFeed if is_gated else Feed
+        self.feed: nn.Module = Mixture(is_gated=is_gated) if is_mixture else dense()
         self.is_checkpointed = is_checkpointed
 
     def _forward(self, x: Tensor) -> Tensor:
@@ -96,17 +137,24 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """A small language model with all that patterns are for."""
+    """A small language model with all that patterns are for; gated: of what fused operators are for."""
 
     def __init__(
-        self, layers: int = 2, *, is_mixture: bool = True, is_tied: bool = False, is_checkpointed=False
+        self,
+        layers: int = 2,
+        *,
+        is_mixture: bool = True,
+        is_tied: bool = False,
+        is_checkpointed: bool = False,
+        is_gated: bool = False,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(
-            Block(is_mixture=is_mixture and i % 2 == 1, is_checkpointed=is_checkpointed) for i in range(layers)
+            Block(is_mixture=is_mixture and i % 2 == 1, is_checkpointed=is_checkpointed, is_gated=is_gated)
+            for i in range(layers)
         )
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm: nn.Module = RMSNorm() if is_gated else nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if is_tied:
             self.head.weight = self.embedding.weight
@@ -160,6 +208,7 @@ class Case:
     """Beginnings of names."""
     device: str = "cpu"
     activations: str | None = None
+    is_fused: bool = False
     is_empty: bool = False
     """Route so that some experts, and some ranks, get no tokens."""
 
@@ -179,7 +228,9 @@ class Case:
     @property
     def patterns(self) -> dict[str | type, ParallelPattern]:
         found = dict(TENSOR)
-        if any(isinstance(m, Experts) for m in self.make().modules()):
+        if self.options.get("is_gated"):
+            found["*.feed.[gu]*_proj"], found["*.feed.down_proj"] = found.pop("*.feed.up"), found.pop("*.feed.down")
+        if any(isinstance(m, Experts | GatedExperts) for m in self.make().modules()):
             found |= EXPERT
         if all(isinstance(layer.feed, Mixture) for layer in self.make().layers):
             found = {key: pattern for key, pattern in found.items() if not str(key).startswith("*.feed")}
@@ -221,7 +272,8 @@ def build(case: Case) -> tuple[ElixirModule, ElixirOptimizer, Mesh]:
     model = case.make()
     put_in(model, case.patterns, mesh, rank)
     plan = make_plan(model, mesh=mesh, compute_dtype=case.dtype, **case.plan)
-    module = ElixirModule(model, plan, dtype=case.dtype, device=case.device, activations=case.activations)
+    how = {"dtype": case.dtype, "device": case.device, "use_fused_kernels": case.is_fused}
+    module = ElixirModule(model, plan, activations=case.activations, **how)
     optimizer = new_optimizer([p for p in model.parameters() if p.requires_grad])
     return module, ElixirOptimizer(module, optimizer, max_norm=case.clip_norm), mesh
 

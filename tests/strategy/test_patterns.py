@@ -218,7 +218,6 @@ def test_ranks_of_a_tensor_parallel_group_get_the_same_data() -> None:
         ({"patterns": {3: Column()}}, "a key is a module name"),
         ({"patterns": {"*.up": Column}}, r"write Column\(\)"),
         ({"expert_parallel_size": 2, "patterns": {"*.up": Column()}}, "no pattern is for it"),
-        ({"tensor_parallel_size": 2, "use_fused_kernels": True}, "would pass the patterns by"),
     ],
 )
 def test_options_that_cannot_be_used(options: dict[str, Any], told: str) -> None:
