@@ -99,9 +99,9 @@ def _why_not(model: Any) -> str | None:
         return "it was given a loss_function of its own"
     if type(head) is not nn.Linear:
         return f"its last layer is a {type(head).__module__}.{type(head).__qualname__}, not a plain nn.Linear"
-    around = pattern_around(head) or pattern_around(model)
-    if around is not None:
-        return f"it, or its last layer, has a parallel pattern, {around.pattern!r}"
+    for what, around in (("it", pattern_around(model)), ("its last layer", pattern_around(head))):
+        if around is not None:
+            return f"{what} has a parallel pattern, {around.pattern!r}"
     if "forward" in vars(head) or "forward" in vars(model):
         return "its forward, or that of its last layer, has been replaced"
     if any(not isinstance(getattr(h, "__self__", h), OwnHook) for n in _HOOKS for h in vars(head)[n].values()):

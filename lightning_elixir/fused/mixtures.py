@@ -41,7 +41,8 @@ def mixture(tokens: Tensor, numbers: Tensor, weights: Tensor, gate_up: Tensor, d
 
     Args:
         tokens: `[n, width]`, floating; cast to the dtype of `gate_up`, under `torch.autocast` to autocast's.
-        numbers: `[n, k]`, integer: the experts of each token, from 0.
+        numbers: `[n, k]`, integer: the experts of each token, from 0. One that is not there is an error, as where
+            transformers goes through the experts: a `RuntimeError`, on a GPU an assertion on the device.
         weights: `[n, k]`, floating.
         gate_up: `[experts, 2 * inner, width]`: the rows of the gate before those of `up`.
         down: `[experts, width, inner]`.
@@ -66,6 +67,8 @@ class _Mixture(torch.autograd.Function):
         by_expert, order = torch.sort(numbers.reshape(-1), stable=True)
         experts = torch.arange(gate_up.shape[0], device=by_expert.device, dtype=by_expert.dtype)
         ends = torch.searchsorted(by_expert, experts, right=True).to(torch.int32)
+        are_there = (by_expert[:1] >= 0).all() & (ends[-1] == by_expert.numel())
+        torch._assert_async(are_there, f"tokens are given to experts other than the {len(experts)} from 0 on")
         places = torch.empty_like(order)
         places[order] = torch.arange(order.numel(), device=order.device)
         places = places.view(-1, num_chosen)
@@ -147,8 +150,6 @@ def _products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     for end, matrix in zip(ends.tolist(), matrices, strict=True):
         torch.mm(rows[begin:end], matrix, out=output[begin:end])
         begin = end
-    if begin != rows.shape[0]:
-        raise IndexError(f"a token is given to an expert beyond the {len(matrices)} that there are, numbered from 0")
     return output
 
 

@@ -114,6 +114,8 @@ def _there_and_back(rows: Tensor, weights: Tensor, experts: Tensor, way: _Way) -
     peers, width = way.peers, rows.shape[1]
     owners = torch.bincount(experts // way.number, minlength=peers.size)
     num_sent: list[int] = owners.tolist()
+    if len(num_sent) != peers.size:
+        raise IndexError(f"tokens are given to experts other than the {way.number * peers.size} from 0 on")
     num_received = peers.count_rows(num_sent, width)
     token = torch.zeros(1, device=rows.device, requires_grad=torch.is_grad_enabled())
     token, here, here_weights = ExchangedRows.apply(  # type: ignore[no-untyped-call]

@@ -233,7 +233,8 @@ def test_a_full_device_does_not_pass_for_one_without_grouped_products(monkeypatc
         mixtures._have_grouped.__wrapped__(torch.device("cpu"))
 
 
-def test_an_expert_that_is_not_there_is_refused() -> None:
-    numbers, weights = torch.tensor([[0], [2]]), torch.ones(2, 1)
-    with pytest.raises(IndexError, match="beyond the 2"):
+@pytest.mark.parametrize("number", [-1, 2])
+def test_an_expert_that_is_not_there_is_refused(number: int) -> None:
+    numbers, weights = torch.tensor([[0], [number]]), torch.ones(2, 1)
+    with pytest.raises(RuntimeError, match="other than the 2 from 0 on"):
         mixture(torch.ones(2, 4), numbers, weights, torch.ones(2, 6, 4), torch.ones(2, 4, 3), "silu")

@@ -27,7 +27,7 @@ from lightning_elixir.wrapper import ElixirModule
 from tests.helpers.dist import run_ranks
 from tests.helpers.fused import make_batch, make_lm
 from tests.helpers.once import computed_once
-from tests.helpers.patterns import EXPERT, Case, Language, difference, train_plain, train_ranks
+from tests.helpers.patterns import EXPERT, WIDTH, Case, GatedExperts, Language, difference, train_plain, train_ranks
 from tests.helpers.tiers import telling
 
 TIGHT = {"placement_policy": "cpu", "chunk_size": 6000}
@@ -166,8 +166,8 @@ def test_patterns_stay_when_operators_go() -> None:
 
 
 def test_dry_runs_count_what_is_saved() -> None:
-    """As much traffic as without patterns, since each rank gets as many rows as it sends, and nearly as much memory: the
-    operator keeps rows in the place of tokens. What is exchanged is the same."""
+    """As much traffic as without patterns, since each rank gets as many rows as it sends, and nearly as much memory:
+    rows are kept in the place of tokens. What is exchanged is the same."""
 
     def step(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
         model(**inputs).loss.backward()
@@ -192,3 +192,12 @@ def test_dry_runs_count_what_is_saved() -> None:
     assert len(sent[0]) == 0 < len(sent[1])
     assert saved[1][0] > 0.6 * saved[0][0] > 0
     assert saved[1][1] == pytest.approx(saved[0][1], rel=0.1)
+
+
+@pytest.mark.parametrize(("number", "told"), [(-1, "non-negative"), (16, "other than the 16 from 0 on")])
+def test_tokens_for_experts_that_are_not_there(number: int, told: str) -> None:
+    """Before anything is sent; with the operator or without."""
+    experts, tokens = GatedExperts(), torch.ones(2, WIDTH)
+    numbers, weights = torch.tensor([[0], [number]]), torch.ones(2, 1)
+    with pytest.raises((IndexError, RuntimeError), match=told):
+        Expert().forward(experts, experts.forward, Peers("expert", 2, 0), (tokens, numbers, weights), {})

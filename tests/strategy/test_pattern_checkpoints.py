@@ -17,11 +17,20 @@ from lightning_elixir import ElixirStrategy, HybridAdam
 from lightning_elixir._lightning import LightningModule, Trainer
 from lightning_elixir.checkpoint.consolidate import consolidate
 from tests.helpers.dist import run_ranks
-from tests.helpers.patterns import EXPERT, TENSOR, TOKENS, VOCABULARY, Case, difference
+from tests.helpers.patterns import TOKENS, VOCABULARY, Case, ParallelPattern, difference
 from tests.helpers.tiers import full, telling
 
 CLOSE = 1e-5
-PATTERNS = {f"net.{key}" if str(key)[0] != "*" else key: value for key, value in {**TENSOR, **EXPERT}.items()}
+
+
+def case_of(is_fused: bool) -> Case:
+    """Its model is of what fused operators are for where they are swapped in."""
+    return Case(options={"is_gated": is_fused})
+
+
+def patterns_of(is_fused: bool) -> dict[str | type, ParallelPattern]:
+    found = case_of(is_fused).patterns
+    return {f"net.{key}" if str(key)[0] != "*" else key: value for key, value in found.items()}
 
 
 class Tokens(Dataset[Tensor]):
@@ -33,13 +42,14 @@ class Tokens(Dataset[Tensor]):
 
 
 class Model(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, is_fused: bool) -> None:
         super().__init__()
+        self.is_fused = is_fused
         self.net: nn.Module | None = None
 
     def configure_model(self) -> None:
         if self.net is None:
-            self.net = Case().make()
+            self.net = case_of(self.is_fused).make()
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         assert self.net is not None
@@ -56,13 +66,23 @@ def place() -> tuple[int, int]:
 
 
 def fit(
-    mesh: tuple[int, int], steps: int, resume: str | None, save: str | None, sharded: bool = False, plain: bool = False
+    mesh: tuple[int, int],
+    steps: int,
+    resume: str | None,
+    save: str | None,
+    sharded: bool = False,
+    plain: bool = False,
+    is_fused: bool = False,
 ) -> dict[str, Tensor]:
-    """Train on all ranks, with as many samples a step whatever the mesh is; returns the whole model on rank 0."""
+    """Train on all ranks, with as many samples a step whatever the mesh is; returns the whole model on rank 0.
+
+    Args:
+        is_fused: Have a model of which operators can be fused, and fuse them on a mesh of more than one.
+    """
     tensor, expert = mesh
     world, rank = (1, 0) if plain else place()
     batches, own = (1, 0) if plain else (world // tensor, rank // tensor)
-    model = Model()
+    model = Model(is_fused)
     strategy: Any = "auto"
     if not plain:
         strategy = ElixirStrategy(
@@ -70,7 +90,8 @@ def fit(
             chunk_size=6000,
             tensor_parallel_size=tensor,
             expert_parallel_size=expert,
-            patterns=PATTERNS if max(mesh) > 1 else None,
+            patterns=patterns_of(is_fused) if max(mesh) > 1 else None,
+            use_fused_kernels=is_fused and max(mesh) > 1,
             state_dict_type="sharded" if sharded else "full",
         )
     trainer = Trainer(
@@ -96,32 +117,36 @@ def fit(
     return {k: v.detach().clone() for k, v in state.items()}
 
 
-def resumed(first: Sequence[int], second: Sequence[int], path: str, sharded: bool) -> dict[str, Tensor]:
+def resumed(first: Sequence[int], second: Sequence[int], path: str, sharded: bool, is_fused: bool) -> dict[str, Tensor]:
     """Two steps under one mesh, a checkpoint, and two more under the other."""
     place.cache_clear()
     environment = dict(os.environ)
-    fit(tuple(first), 2, None, path, sharded)
+    fit(tuple(first), 2, None, path, sharded, is_fused=is_fused)
     os.environ.update(environment)
-    return fit(tuple(second), 4, path, None)
+    return fit(tuple(second), 4, path, None, is_fused=is_fused)
 
 
 MESHES = [
-    pytest.param((2, 1), (1, 2), id="tensor_to_expert"),
-    pytest.param((1, 2), (2, 1), id="expert_to_tensor"),
-    pytest.param((1, 1), (2, 1), id="data_to_tensor"),
-    pytest.param((1, 2), (1, 1), id="expert_to_data"),
+    pytest.param((2, 1), (1, 2), False, id="tensor_to_expert"),
+    pytest.param((1, 2), (2, 1), False, id="expert_to_tensor"),
+    pytest.param((1, 1), (2, 1), False, id="data_to_tensor"),
+    pytest.param((1, 2), (1, 1), False, id="expert_to_data"),
+    pytest.param((1, 2), (1, 1), True, id="fused_expert_to_data"),
+    pytest.param((1, 1), (1, 2), True, id="data_to_fused_expert"),
 ]
 
 
 @pytest.mark.parametrize("sharded", [full(False), True], ids=["full", "sharded"])
-@pytest.mark.parametrize(("first", "second"), telling(MESHES, "tensor_to_expert"))
+@pytest.mark.parametrize(("first", "second", "is_fused"), telling(MESHES, "tensor_to_expert", "fused_expert_to_data"))
 def test_saved_under_one_mesh_and_loaded_under_another(
-    first: tuple[int, int], second: tuple[int, int], sharded: bool, tmp_path: Path
+    first: tuple[int, int], second: tuple[int, int], is_fused: bool, sharded: bool, tmp_path: Path
 ) -> None:
     plain = str(tmp_path / "plain.ckpt")
-    fit((1, 1), 2, None, plain, plain=True)
-    expected = fit((1, 1), 4, plain, None, plain=True)  # which Lightning begins with other batches than one run has
-    found = run_ranks(resumed, 2, first, second, str(tmp_path / "saved"), sharded, init_group=False)[0]
+    fit((1, 1), 2, None, plain, plain=True, is_fused=is_fused)
+    expected = fit(
+        (1, 1), 4, plain, None, plain=True, is_fused=is_fused
+    )  # which Lightning begins with other batches than one run has
+    found = run_ranks(resumed, 2, first, second, str(tmp_path / "saved"), sharded, is_fused, init_group=False)[0]
     assert difference(found, expected) < CLOSE
 
 

@@ -63,6 +63,22 @@ def test_models_of_transformers_by_their_own_plans(kind: str, tensor: int, exper
     assert difference(found, expected) < CLOSE
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(("kind", "tensor", "expert"), telling(KINDS, "qwen3_moe-lora-of-experts-experts"))
+def test_fused_operators_beneath_their_plans(kind: str, tensor: int, expert: int) -> None:
+    """Beside plain modules on one process."""
+    if expert > 1:
+        need_experts_in_one_module()
+    world = max(2, tensor * expert)
+    expected = fit_plain(kind.partition("+")[0], world // tensor)
+    options = {"use_fused_kernels": True}
+    found, evictions = run_ranks(fit, world, kind, tensor, expert, options, {}, init_group=False)[0]
+    assert evictions > 0
+    assert difference(found, expected) < CLOSE
+
+
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "auto_in_little_memory": ({"placement_policy": "auto", "gpu_memory_limit": "250KiB"}, {}),
     "accumulated": ({}, {"accumulate_grad_batches": 2}),
