@@ -354,7 +354,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpu-limit", type=parse_size, help="of each GPU, for this package; FSDP2 has the whole card")
     parser.add_argument("--routing", choices=("balanced", "drawn"), default="balanced")
-    parser.add_argument("--fused", action="store_true", help="use_fused_kernels=True: sharded and dense")
+    parser.add_argument("--fused", action="store_true", help="use_fused_kernels=True: experts, sharded and dense")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of so many tokens a step")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)

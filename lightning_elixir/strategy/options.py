@@ -165,7 +165,8 @@ class StrategyOptions(Processes):
                 models with their last layer, so that logits are never all in memory, RMS norms, gated MLPs (SwiGLU,
                 GeGLU), experts of mixtures, and, with kernels, rotary embeddings. By the kernels of `liger-kernel`
                 where that is installed, on a GPU; by torch's operators elsewhere. No number changes beyond rounding.
-                The log has a table. "auto": where there are any; with True a model that has none is an error.
+                Beneath parallel patterns, too. The log has a table. "auto": where there are any; with True a model that
+                has none is an error.
             tensor_parallel_size: Ranks between which single layers are cut; they have the same batch. What is cut, and
                 how, say `patterns`, torch's `parallelize_module` in `configure_model`, or else the model's own
                 `tp_plan` (transformers). "auto": the size with the shortest predicted time for the same samples, of

@@ -74,31 +74,39 @@ def fit(kind: str, bytes_per_s: float, options: dict[str, Any], nodes: int = 1) 
     return strategy.plan.mesh, weighing_lines(strategy.plan), state, strategy.stats().evictions
 
 
-def advised(bytes_per_s: float, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
+def advised(
+    bytes_per_s: float, folder: Path, capsys: pytest.CaptureFixture[str], is_fused: bool
+) -> tuple[str, list[str]]:
     """What the command says of the same model on the same machine: what to take, and its table."""
     save_hardware(machine(bytes_per_s, 2), folder / "machine.json")
     shape = [f"{name}={size}" for name, size in SMALL.items() if size is not None]
     shape += ["moe_intermediate_size=32", "num_experts=8", "num_experts_per_tok=2"]
     model = ["plan", "--model", "qwen3_moe", "--set", *shape, "--batch-size", "2", "--seq-len", "8"]
     given = ["--hardware", str(folder / "machine.json"), "--gpus", "2", "--gpu-memory", "1GiB", "--cpu-memory", "4GiB"]
+    given += ["--use-fused-kernels"] if is_fused else []
     assert main([*model, *given, "--precision", "32-true", "--patterns"]) == 0
     lines = capsys.readouterr().out.splitlines()
     return lines[-1].removeprefix("Take ").rstrip("."), lines[2:5]
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_s", "mesh"),
-    [pytest.param(SLOW, Mesh(2, expert=2), id="slow"), pytest.param(FAST, Mesh(2), id="fast")],
+    ("bytes_per_s", "mesh", "is_fused"),
+    [
+        pytest.param(SLOW, Mesh(2, expert=2), False, id="slow"),
+        pytest.param(FAST, Mesh(2), False, id="fast"),
+        pytest.param(SLOW, Mesh(2, expert=2), True, id="slow_with_fused_operators", marks=pytest.mark.full),
+    ],
 )
 def test_links_decide_as_the_command_says(
-    bytes_per_s: float, mesh: Mesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bytes_per_s: float, mesh: Mesh, is_fused: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     need_experts_in_one_module()
-    found = run_ranks(fit, 2, "qwen3_moe", bytes_per_s, {"report_dir": "report"}, init_group=False)
+    options = {"report_dir": "report", "use_fused_kernels": is_fused}
+    found = run_ranks(fit, 2, "qwen3_moe", bytes_per_s, options, init_group=False)
     assert [one[0] for one in found] == [mesh, mesh]
     assert found[0][1] == found[1][1]
     why, *ways = found[0][1]
-    advice, table = advised(bytes_per_s, tmp_path, capsys)
+    advice, table = advised(bytes_per_s, tmp_path, capsys, is_fused)
     assert why.partition(":")[0] == advice.partition(":")[0]
     if bytes_per_s == SLOW:  # the memory of a GPU, which the command knows of, decides the last digit elsewhere
         seconds = [row.split(" | ")[1:4] for row in table]
