@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_elixir.core.module_hooks import OwnHook, own_forward, pattern_around
 from lightning_elixir.fused.linear_loss import linear_cross_entropy
+from lightning_elixir.fused.operators import is_plain
 from lightning_elixir.fused.recognising import twin
 
 log = logging.getLogger(__name__)
@@ -219,7 +220,7 @@ def head_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     def layer_forward(self: Any, input: Tensor, fused_loss: _Asked | None = None) -> Any:
         if fused_loss is not None:
             return fused_loss.of(input, self.weight, self.bias)
-        if torch.compiler.is_compiling() or _running_of(self) is None:
+        if torch.compiler.is_compiling() or not is_plain(input) or _running_of(self) is None:
             return forward(self, input)
         return Logits(self, input)
 

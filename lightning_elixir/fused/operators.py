@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_elixir.fused import liger
 
@@ -20,6 +21,11 @@ Gate = Literal["silu", "gelu_tanh"]
 
 _MOST_COLUMNS = 65536
 """Of a row, for the kernels of `liger`."""
+
+
+def is_plain(*operands: Any) -> bool:
+    """Whether these are torch's own tensors, or what stands for them in a dry run: kernels take no others."""
+    return all(type(x) in (Tensor, FakeTensor) for x in operands)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
@@ -168,6 +174,8 @@ def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     Returns:
         None where there is no kernel for these operands.
     """
+    if not is_plain(query, key, cos, sin):
+        return None
     is_usual = query.dim() == key.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape
     if not is_usual or cos.shape[-1] != query.shape[-1] or query.shape[-1] % 2:
         return None

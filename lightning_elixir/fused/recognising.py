@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.core.shells import is_shell
 from lightning_elixir.fused.mixtures import mixture
-from lightning_elixir.fused.operators import Gate, NormKind, activation, rms_norm_by_torch
+from lightning_elixir.fused.operators import Gate, NormKind, activation, is_plain, rms_norm_by_torch
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_epsilon")
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -164,6 +164,6 @@ def twin(
 
 
 def _is_same(theirs: Any, ours: Tensor, tolerance: float) -> bool:
-    if not isinstance(theirs, Tensor) or theirs.dtype is not ours.dtype or theirs.shape != ours.shape:
+    if not is_plain(theirs) or theirs.dtype is not ours.dtype or theirs.shape != ours.shape:
         return False
     return torch.allclose(theirs.float(), ours.float(), rtol=tolerance, atol=tolerance)

@@ -8,7 +8,8 @@ they are: the compiler fuses by itself.
 A module with a parallel pattern is swapped beneath it: the pattern cuts parameters and exchanges what goes in and comes
 out, and what it calls in between is the fused operator, over the parts that this rank has. A pattern with a forward of
 its own need not call that, so modules with one stay as they are; and so does a loss whose last layer has a pattern,
-since no rank has all of its logits.
+since no rank has all of its logits. Operands that are DTensors, of a model that torch has cut, are left to the model's
+own operators, call by call.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.core.functions import copy_of, held_by
@@ -38,7 +39,7 @@ from lightning_elixir.core.module_hooks import (
 from lightning_elixir.errors import PlanError
 from lightning_elixir.fused import heads, liger
 from lightning_elixir.fused.mixtures import mixture
-from lightning_elixir.fused.operators import Gate, NormKind, gated_product, rms_norm, rope
+from lightning_elixir.fused.operators import Gate, NormKind, gated_product, is_plain, rms_norm, rope
 from lightning_elixir.fused.recognising import gate_of, is_rope, mixture_of, norm_formula
 
 log = logging.getLogger(__name__)
@@ -161,14 +162,23 @@ def _swap(module: nn.Module, swapped: Swapped, *, has_kernels: bool) -> None:
     found = None if is_replaced(module) else _found(module, has_kernels=has_kernels)
     if found is None:
         return
-    around = pattern_around(module)
-    if around is None or around.calls_compute:
+    why = _why_left(module)
+    if why is None:
         swapped.add(found[0], module, found[1])
         return
-    why = f"{around.pattern!r} has a forward of its own, which may compute in another way"
-    sentence = f"{found[0]}: {type(module).__name__} with a pattern stays as it is: {why}"
+    sentence = f"{found[0]}: {type(module).__name__} stays as it is: {why}"
     if sentence not in swapped.left:
         swapped.left.append(sentence)
+
+
+def _why_left(module: nn.Module) -> str | None:
+    """Why ranks that share a module's work go on by its own forward; None: they need not."""
+    around = pattern_around(module)
+    if around is not None and not around.calls_compute:
+        return f"its pattern, {around.pattern!r}, has a forward of its own, which may compute in another way"
+    if any(isinstance(getattr(type(module), name, None), property) for name in module._parameters):
+        return "its parameters are shown as DTensors"
+    return None
 
 
 def _found(module: nn.Module, *, has_kernels: bool) -> tuple[str, Callable[..., Any]] | None:
@@ -207,7 +217,8 @@ def _swap_loss(model: Any, swapped: Swapped) -> None:
 def _norm_forward(own: Callable[..., Any], kind: NormKind, eps: float) -> Callable[..., Any]:
     @functools.wraps(own)
     def forward(self: Any, x: Tensor) -> Any:
-        return own(self, x) if torch.compiler.is_compiling() else rms_norm(x, self.weight, eps, kind)
+        is_usual = is_plain(x) and not torch.compiler.is_compiling()
+        return rms_norm(x, self.weight, eps, kind) if is_usual else own(self, x)
 
     return own_forward(forward)
 
@@ -217,7 +228,9 @@ def _gated_forward(own: Callable[..., Any], kind: Gate) -> Callable[..., Any]:
     def forward(self: Any, x: Tensor) -> Any:
         if torch.compiler.is_compiling():
             return own(self, x)
-        return self.down_proj(gated_product(self.gate_proj(x), self.up_proj(x), kind))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        is_usual = is_plain(gate, up)
+        return self.down_proj(gated_product(gate, up, kind) if is_usual else self.act_fn(gate) * up)
 
     return own_forward(forward)
 
@@ -225,7 +238,7 @@ def _gated_forward(own: Callable[..., Any], kind: Gate) -> Callable[..., Any]:
 def _mixture_forward(own: Callable[..., Any], kind: Gate) -> Callable[..., Any]:
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_usual = len(args) == 3 and not kwargs and all(type(x) in (Tensor, FakeTensor) and x.dim() == 2 for x in args)
+        is_usual = len(args) == 3 and not kwargs and is_plain(*args) and all(x.dim() == 2 for x in args)
         if not is_usual or not args[0].shape[0] or torch.compiler.is_compiling():
             return own(self, *args, **kwargs)
         tokens, numbers, weights = args

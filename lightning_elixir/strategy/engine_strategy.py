@@ -42,7 +42,6 @@ from lightning_elixir.strategy.model_init import materialise, skeleton_of
 from lightning_elixir.strategy.options import StrategyOptions
 from lightning_elixir.strategy.pattern_setup import (
     check_mesh,
-    fused_choice,
     put_patterns_in,
     take_dtensors_over,
     tell_of_idle_patterns,
@@ -309,8 +308,7 @@ class EngineStrategy(StrategyOptions, ABC):
         budget = planner.budget(host_bytes_of(module), limits=limits)
         run_together(self._comm, lambda: put_patterns_in(module, config, self._comm))
         # Before the plan, which counts what they save
-        fused = fused_choice(module, config)
-        with run_together(self._comm, lambda: fuse(module, fused, self.root_device)):
+        with run_together(self._comm, lambda: fuse(module, config.use_fused_kernels, self.root_device)):
             plan, is_final = planner.first_plan(module, budget, is_training=is_training)
             if self._choice is not None:
                 plan, self._choice = replace(plan, notes={**plan.notes, NOTE: self._choice.note}), None
@@ -321,7 +319,7 @@ class EngineStrategy(StrategyOptions, ABC):
                 plan,
                 prefetch=config.prefetch,
                 dtype=plugin.compute_dtype,
-                use_fused_kernels=fused,
+                use_fused_kernels=config.use_fused_kernels,
                 master_weights=plugin.is_mixed,
                 keep_fp32=config.keep_fp32 if plugin.compute_dtype is not None else None,
                 ignored=[p.fqn for p in plan.ignored],

@@ -13,7 +13,6 @@ from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.core.device import release_cached_memory
 from lightning_elixir.errors import PlanError
-from lightning_elixir.fused import FusedChoice
 from lightning_elixir.patterns.apply import put_in, take_out
 from lightning_elixir.patterns.cuts import cuts_of, whole_of
 from lightning_elixir.patterns.model_plans import own_patterns
@@ -61,11 +60,6 @@ def take_dtensors_over(module: nn.Module, config: ElixirConfig, comm: Comm, devi
         release_cached_memory(device)  # it had parts of the model
 
 
-def fused_choice(module: nn.Module, config: ElixirConfig) -> FusedChoice:
-    """What may be swapped for fused operators: nothing in a model of DTensors, which they would pass by."""
-    return False if next(placed_modules(module), None) is not None else config.use_fused_kernels
-
-
 def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None:
     """Have a model's modules share their work, where the options say so; the same on every rank. Not collective.
 
@@ -83,8 +77,6 @@ def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None
             "modules that torch.compile has compiled cannot be in a model that parallelize_module() has cut: leave out"
             " torch.compile, or give ElixirStrategy patterns in the place of parallelize_module()"
         )
-    if is_placed and config.use_fused_kernels is True:
-        raise PlanError("fused operators would pass DTensors by: leave out use_fused_kernels, or parallelize_module()")
     if mesh.is_trivial and config.patterns is None:
         take_out(module)  # those of an earlier run
         return

@@ -19,7 +19,7 @@ from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.weighing import Choice, Exchanged, Way, way_of, weigh
 from lightning_elixir.strategy.config import ElixirConfig
-from lightning_elixir.strategy.pattern_setup import fused_choice, put_patterns_in
+from lightning_elixir.strategy.pattern_setup import put_patterns_in
 from lightning_elixir.strategy.shared_plans import Planner, host_bytes_of
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def _weighed(
     def look(is_foreseen: bool, mesh: Mesh) -> Way:
         config = planner.config.with_sizes_of(mesh)
         with _cut(module, config, planner.comm) as exchanges:
-            swapped = fuse(module, fused_choice(module, config), device)
+            swapped = fuse(module, config.use_fused_kernels, device)
             try:
                 plan, step_s = planner.weighed(module, mesh, budget, profile_of(is_foreseen))
             finally:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.errors import PlanError
-from lightning_elixir.fused import fuse
+from lightning_elixir.fused import fuse, swapping
 from lightning_elixir.fused.heads import Logits
 from lightning_elixir.profiling.fake_step import profile_memory
 from tests.helpers.fused import FAMILIES, fused_beside_plain, gradients, make_batch, make_lm
@@ -78,6 +78,23 @@ def test_copies_run_their_own_parts() -> None:
     ours, theirs = gradients(copied, make_batch(0)), gradients(plain, make_batch(0))
     assert ours["loss"] == pytest.approx(theirs["loss"].item(), rel=1e-5)
     pickle.dumps(model.state_dict())
+
+
+class Other(Tensor):
+    """As torch's own subclasses of tensors, of which kernels know nothing."""
+
+
+def test_operands_of_other_classes_are_left_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain, calls = make_lm("llama"), make_lm("llama"), []
+    fuse(model, True, CPU)
+    monkeypatch.setattr(swapping, "rms_norm", lambda x, *_: calls.append("norm") or x)
+    monkeypatch.setattr(swapping, "gated_product", lambda gate, *_: calls.append("gate") or gate)
+    x = torch.randn(2, 3, 32)
+    for name in ("model.norm", "model.layers.0.mlp"):
+        ours, theirs = (m.get_submodule(name) for m in (model, plain))
+        ours(x)
+        assert torch.equal(ours(x.as_subclass(Other)), theirs(x))
+    assert calls == ["norm", "gate"]
 
 
 class TestLogits:

@@ -49,8 +49,8 @@ def make(kind: str) -> nn.Module:
     frozen embedding where it begins with "frozen"."""
     torch.manual_seed(5)
     kind, is_checkpointed = kind.partition("+")[0], kind.endswith("checkpointed")
-    if kind in ("language", "mixture"):
-        return Language(is_mixture=kind == "mixture", is_checkpointed=is_checkpointed)
+    if kind in ("language", "mixture", "gated"):
+        return Language(is_mixture=kind == "mixture", is_checkpointed=is_checkpointed, is_gated=kind == "gated")
     transformers = pytest.importorskip("transformers")
     if kind == "mixtral":
         config = transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
@@ -114,8 +114,12 @@ def cut_by_torch(net: Any, mesh: Any) -> None:
         whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
         of_layer: dict[str, Any] = {"first": SequenceParallel(), "second": SequenceParallel()}
         of_layer |= {"attention": whole, "feed": whole, "attention.[qkv]": ColwiseParallel()}
-        of_layer |= {"attention.o": RowwiseParallel(output_layouts=Shard(1)), "feed.up": ColwiseParallel()}
-        of_layer |= {"feed.down": RowwiseParallel(output_layouts=Shard(1))}
+        of_layer |= {"attention.o": RowwiseParallel(output_layouts=Shard(1))}
+        for name, _ in layer.feed.named_children():
+            if name.startswith(("up", "gate")):
+                of_layer[f"feed.{name}"] = ColwiseParallel()
+            elif name.startswith("down"):
+                of_layer[f"feed.{name}"] = RowwiseParallel(output_layouts=Shard(1))
         parallelize_module(layer, mesh, of_layer)
 
 

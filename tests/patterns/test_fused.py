@@ -141,8 +141,7 @@ def test_what_is_swapped_beneath_patterns_and_what_is_left(caplog: pytest.LogCap
     assert dict(swapped.counts) == {("RMS norm", "RMSNorm"): 5, ("gated product", "GatedFeed"): 1}
     assert len(swapped.left) == 1
     assert (
-        "experts of a mixture: GatedExperts with a pattern stays as it is: Own() has a forward of its own"
-        in caplog.text
+        "experts of a mixture: GatedExperts stays as it is: its pattern, Own(), has a forward of its own" in caplog.text
     )
     alone = nn.ModuleDict({"experts": Case(options=GATED).make().layers[1].feed.experts})
     put_in(alone, {"experts": Own()}, Mesh(2, expert=2), 0)

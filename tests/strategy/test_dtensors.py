@@ -26,6 +26,7 @@ from lightning_elixir import ElixirStrategy, HybridAdam
 from lightning_elixir._lightning import LightningModule
 from lightning_elixir.core.meeting_group import MeetingGroup
 from lightning_elixir.errors import PeerLostError, PlanError
+from lightning_elixir.fused import swapping
 from lightning_elixir.patterns import Column, Expert
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.strategy.engine_handle import EngineHandle
@@ -63,17 +64,33 @@ def test_tensor_parallel_size_of_one(world: int) -> None:
     assert difference(found, expected) < CLOSE
 
 
-def fused_with_dtensors() -> str:
-    strategy = ElixirStrategy(use_fused_kernels=True, **TIGHT)
-    try:
-        trainer_of(strategy, 1).fit(Model("language+dtensors"), DataLoader(Tokens(), batch_size=2))
-    except PlanError as error:
-        return str(error)
-    return ""
+def fit_fused(kind: str, options: dict[str, Any]) -> Any:
+    """As `fit`, and what was swapped."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        counts: list[set[str]] = []
+        monkeypatch.setattr(
+            swapping, "_tell", lambda swapped, *_, **__: counts.append({op for op, _ in swapped.counts})
+        )
+        return (*fit(f"{kind}+dtensors", 2, 1, {"use_fused_kernels": True}, options), counts[0])
 
 
-def test_fused_operators_are_refused_at_size_one_too() -> None:
-    assert "would pass DTensors by" in run_ranks(fused_with_dtensors, 1, init_group=False)[0]
+@pytest.mark.parametrize(
+    ("kind", "operators"),
+    telling(
+        [
+            pytest.param("untied_llama", {"RMS norm", "gated product"}, id="llama"),
+            pytest.param("gated", {"gated product"}, id="norms_in_parts"),
+        ],
+        "norms_in_parts",
+    ),
+)
+def test_operators_are_fused_where_no_operand_is_a_dtensor(kind: str, operators: set[str]) -> None:
+    short = {"limit_train_batches": 2}
+    expected = fit_plain(kind, 1, **short)
+    found, evictions, swapped = run_ranks(fit_fused, 2, kind, short, init_group=False)[0]
+    assert swapped == operators
+    assert evictions > 0
+    assert difference(found, expected) < CLOSE
 
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
