@@ -81,13 +81,14 @@ def gate_of(module: nn.Module) -> Gate | None:
 
 
 def _activation_of(act: Any) -> Gate | None:
-    if not isinstance(act, nn.Module) or list(act.parameters()) or any(vars(act).get(name) for name in _HOOKS):
+    """Of a module or a function."""
+    if isinstance(act, nn.Module) and (list(act.parameters()) or any(vars(act).get(name) for name in _HOOKS)):
         return None
     line = torch.cat((torch.linspace(-6, 6, 101), torch.tensor([-_LARGE, _LARGE])))
     with torch.no_grad():
         try:
             values = act(line)
-        except Exception:  # it takes something else
+        except Exception:  # it takes something else, or is none
             return None
     return next((kind for kind in get_args(Gate) if _is_same(values, activation(line, kind), 1e-6)), None)
 
@@ -100,9 +101,10 @@ def mixture_of(module: nn.Module) -> Gate | None:
         return None
     if any(p is None or is_shell(p) or not p.is_floating_point() for p in own):
         return None  # quantised ones, or parts of others: products know them by their class
-    act = module._modules.get("act_fn")
-    kind = _activation_of(act)
-    if kind is None or len(module._modules) != 1:
+    if set(module._modules) - {"act_fn"}:
+        return None
+    kind = _activation_of(getattr(module, "act_fn", None))
+    if kind is None:
         return None
     generator = torch.Generator().manual_seed(0)
     gate_up, down = (torch.randn(shape, generator=generator) for shape in ((3, 16, 8), (3, 8, 8)))
@@ -110,7 +112,7 @@ def mixture_of(module: nn.Module) -> Gate | None:
     probe = twin(
         module,
         parameters={name: nn.Parameter(value, requires_grad=False) for name, value in small.items()},
-        modules={"act_fn": act},
+        modules=dict(module._modules),
     )
     vars(probe).update({name: 3 for name in COUNTS if name in vars(module)})
     tokens, weights = torch.randn(4, 8, generator=generator), torch.rand(4, 2, generator=generator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,8 @@ class Expert(ParallelPattern):
                 f"{f' and {told} experts' if told is not None else ''}: put the experts' weights into one parameter"
                 " [experts, ...] of each kind"
             )
+        if type(self).forward is Expert.forward:
+            _check_call(module)
         return dict.fromkeys(parameters, 0)
 
     def attributes(self, module: nn.Module, peers: Peers) -> Mapping[str, Any]:
@@ -140,6 +143,18 @@ def _foreseen_there_and_back(rows: Tensor, weights: Tensor, experts: Tensor, way
     results = _results(way.compute(here, (experts % way.number).unsqueeze(1), weights), here)
     del here
     return foreseen_rows(results, way.peers)
+
+
+def _check_call(module: nn.Module) -> None:
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(None, None, None)
+    except TypeError as error:
+        raise PlanError(
+            "Expert is for a module that is called with tokens, the numbers of their experts and the experts' weights,"
+            f" and {type(module).__name__} is called with ({', '.join(signature.parameters)}): leave out"
+            " expert_parallel_size, or give it a pattern of your own"
+        ) from error
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

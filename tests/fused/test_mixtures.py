@@ -160,12 +160,12 @@ def test_dry_runs_of_a_model() -> None:
 class Experts(nn.Module):
     """As transformers has them."""
 
-    def __init__(self, limit: float | None = None) -> None:
+    def __init__(self, limit: float | None = None, act: Any = None) -> None:
         super().__init__()
         _, _, _, gate_up, down = make_operands()
         self.num_experts = EXPERTS
         self.gate_up_proj, self.down_proj = nn.Parameter(gate_up.detach()), nn.Parameter(down.detach())
-        self.act_fn = nn.SiLU()
+        self.act_fn = act or nn.SiLU()
         self._limit = limit
 
     def forward(self, tokens: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
@@ -177,13 +177,15 @@ class Experts(nn.Module):
 
 def test_a_module_of_any_library_is_known_by_what_it_computes() -> None:
     tokens, numbers, weights, _, _ = make_operands()
-    model = nn.ModuleList([Experts(), Experts(limit=50.0)])  # which no value here reaches
+    by_function = Experts(act=torch.nn.functional.silu)  # as Lfm2Moe has it
+    model = nn.ModuleList([Experts(), Experts(limit=50.0), by_function])  # 50: which no value here reaches
     expected = [m(tokens, numbers, weights) for m in model]
     swapped = fuse(model, True, torch.device("cpu"))
-    assert dict(swapped.counts) == {("experts of a mixture", "Experts"): 1}
-    first, second = (m(tokens, numbers, weights) for m in model)
-    assert "Mixture" in type(first.grad_fn).__name__ + str(first.grad_fn.next_functions)
-    torch.testing.assert_close(first, expected[0])
+    assert dict(swapped.counts) == {("experts of a mixture", "Experts"): 2}
+    first, second, third = (m(tokens, numbers, weights) for m in model)
+    for fused in (first, third):
+        assert "Mixture" in type(fused.grad_fn).__name__ + str(fused.grad_fn.next_functions)
+        torch.testing.assert_close(fused, expected[0])
     assert torch.equal(second, expected[1])
 
 

@@ -130,6 +130,30 @@ def test_what_does_not_fit_is_refused_by_name(make: Any, patterns: Any, told: st
         put_in(make(), patterns, Mesh(2, 2), 0)
 
 
+class Dense(nn.Module):
+    """All experts over all tokens, as those of Llama 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 8, 8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(tokens.view(4, -1, 8), self.weight).view(-1, 8)
+
+
+class Bmm(Expert):
+    def forward(self, module: Any, compute: Any, peers: Any, args: Any, kwargs: Any) -> Any:
+        return compute(*args)
+
+
+def test_experts_that_are_called_in_another_way_are_refused_before_a_step() -> None:
+    with pytest.raises(PlanError, match=r"experts: Expert is .* and Dense is called with \(tokens\)"):
+        put_in(nn.ModuleDict({"experts": Dense()}), {"experts": Expert()}, Mesh(2, expert=2), 0)
+    model = nn.ModuleDict({"experts": Dense()})
+    put_in(model, {"experts": Bmm()}, Mesh(2, expert=2), 0)
+    assert model["experts"].weight.shape == (2, 8, 8)
+
+
 def test_experts_that_are_modules_of_their_own_are_refused() -> None:
     experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
     with pytest.raises(PlanError, match="put the experts' weights into one parameter"):
