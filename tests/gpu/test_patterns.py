@@ -32,6 +32,10 @@ CASES: dict[str, tuple[int, Case]] = {
         2,
         Case(expert=2, plan=TIGHT, is_empty=True, options={"is_checkpointed": True}, device="cuda"),
     ),
+    "expert_fused": (
+        2,
+        Case(expert=2, plan=TIGHT, is_empty=True, is_fused=True, options={"is_gated": True}, device="cuda"),
+    ),
     "both": (4, Case(tensor=2, expert=2, plan=TIGHT, device="cuda")),
     "tensor_beside_data": (4, Case(tensor=2, plan=TIGHT, device="cuda")),
     "expert_beside_data": (4, Case(expert=2, plan=TIGHT, is_empty=True, device="cuda")),
@@ -67,6 +71,7 @@ FITS: dict[str, tuple[str, int, int, int, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", 2, 2, 1, {}, {}),
     "mixtral": ("mixtral", 2, 1, 2, {}, {}),
     "qwen3_moe": ("qwen3_moe", 2, 1, 2, {}, {"accumulate_grad_batches": 2}),
+    "qwen3_moe_fused": ("qwen3_moe", 2, 1, 2, {"use_fused_kernels": True}, {}),
     "own_mixture": ("mixture", 2, 1, 2, {"patterns": {"*.experts": Expert()}}, {}),
     "llama_dtensors": ("untied_llama+dtensors", 2, 2, 1, {}, {}),
     "language_dtensors": ("language+dtensors-checkpointed", 2, 2, 1, {}, {"accumulate_grad_batches": 2}),
@@ -89,11 +94,12 @@ def test_models_under_a_trainer(name: str) -> None:
 
 
 @pytest.mark.several_gpus(2)
+@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
-def test_grouped_products_with_experts_that_get_no_tokens(kind: str) -> None:
+def test_grouped_products_with_experts_that_get_no_tokens(kind: str, is_fused: bool) -> None:
     """In 16 bits transformers' experts go by torch's grouped matrix products on the device. Twice the same bits."""
     need_experts_in_one_module()
-    arguments = (kind, 1, 2, {}, {"precision": "bf16-mixed"}, "gpu")
+    arguments = (kind, 1, 2, {"use_fused_kernels": is_fused}, {"precision": "bf16-mixed"}, "gpu")
     first, second = (run_ranks(fit, 2, *arguments, device="cuda", init_group=False)[0][0] for _ in range(2))
     assert difference(first, second) == 0
     assert all(bool(value.isfinite().all()) for value in first.values())
