@@ -307,8 +307,8 @@ def _reasons(swapped: Swapped) -> str:
 
 def _nothing_to_swap(model: nn.Module, swapped: Swapped) -> PlanError:
     return PlanError(
-        f"use_fused_kernels=True: nothing can be swapped in {type(model).__name__} ({_reasons(swapped)}). Give 'auto'"
-        " to go on without, or call lightning_elixir.linear_cross_entropy in the model's own loss"
+        f"use_fused_kernels=True, and nothing can be swapped in {type(model).__name__} ({_reasons(swapped)}): give"
+        " 'auto' to go on without, or call lightning_elixir.linear_cross_entropy in the model's own loss"
     )
 
 

@@ -8,6 +8,7 @@ messages between hosts that begin exchanges, and experts that get more tokens th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -159,7 +160,8 @@ def weigh(meshes: Sequence[Mesh], look: Callable[[Mesh], Way]) -> list[Way]:
         except PlanError as error:
             if mesh == meshes[0]:
                 raise
-            return Way(mesh, None, refusal=str(error).partition(":")[0])
+            said = re.sub(r"^patterns: (\S+: )?", "", str(error))
+            return Way(mesh, None, refusal=said.partition(":")[0])  # without what to do about it
 
     ways = [looked(mesh) for mesh in meshes]
     base, best = meshes[0], []

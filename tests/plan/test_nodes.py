@@ -198,7 +198,7 @@ def test_why_sizes_were_chosen() -> None:
 
     def look(mesh: Mesh) -> Way:
         if mesh.expert == 4:
-            raise PlanError("these experts cannot be cut into 4: choose another size")
+            raise PlanError("patterns: net.experts: these experts cannot be cut into 4: choose another size")
         if mesh.tensor == 4:
             raise CapacityError("no room")
         return Way(mesh, seconds[mesh.tensor, mesh.expert], 0.5)
