@@ -17,13 +17,14 @@ class OwnHook:
 
 
 _OWN = "_is_own_forward"
-_COMPUTE = "compute"  # of what has a pattern's forward: the module's own
+# Of what has a pattern's forward: the module's own, and whether the pattern has that compute.
+_COMPUTE, _CALLS_COMPUTE = "compute", "calls_compute"
 
 
 def pattern_around(module: nn.Module) -> Any:
     """What has a pattern's forward, of which the module's is a method; None where there is none."""
     around = getattr(vars(module).get("forward"), "__self__", None)
-    return around if hasattr(around, _COMPUTE) and not isinstance(around, nn.Module) else None
+    return around if hasattr(around, _CALLS_COMPUTE) and not isinstance(around, nn.Module) else None
 
 
 def forward_of(module: nn.Module) -> Any:
