@@ -101,13 +101,17 @@ def register_elementwise(cls: type[Optimizer], **arguments: Any) -> type[Optimiz
             f"{full_name(cls)} is not run over slices of parameters, but over whole ones, for which nothing has to be"
             " registered: leave register_elementwise() out, and use it as it is"
         )
+    if issubclass(cls, HybridAdam):
+        return cls  # known, and run by kernels of ours, not by code of its own that could be tried
     probe = torch.nn.Parameter(torch.zeros(3))
     try:
         sample = cls([probe], **arguments)
-    except TypeError as error:
+    except Exception as error:
+        # One that takes no list of parameters (a model, say) raises whatever it raises.
+        told = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
         raise PlanError(
-            f"{cls.__name__} cannot be made from parameters alone ({error}): give its other arguments, as in"
-            f" register_elementwise({cls.__name__}, lr=1e-3)"
+            f"{cls.__name__} cannot be made from {f'parameters and {arguments}' if arguments else 'parameters alone'}"
+            f" ({told}): give its other arguments, as in register_elementwise({cls.__name__}, lr=1e-3)"
         ) from error
     reason = _known_reason(sample)
     if reason is not None:

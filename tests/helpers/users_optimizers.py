@@ -103,6 +103,29 @@ class ByNorm(_Plain):
         p.sub_(group["lr"] * p.grad / p.grad.norm())  # type: ignore[operator,union-attr]
 
 
+class ByLargeNorm(_Plain):
+    """Divides by the norm of the whole gradient where that is large."""
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        p.sub_(group["lr"] * p.grad / max(float(p.grad.norm()) / 1000.0, 1.0))  # type: ignore[operator,union-attr]
+
+
+class ByNumber(_Plain):
+    """Has another learning rate for each parameter of a group."""
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        number = next(i for i, other in enumerate(group["params"]) if other is p)
+        p.sub_(group["lr"] / (number + 1) * p.grad)  # type: ignore[operator]
+
+
+class Listing(_Plain):
+    """Keeps its last gradients in a list."""
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        self.state[p].setdefault("history", []).append(p.grad.clone())  # type: ignore[union-attr]
+        super().update(p, group)
+
+
 class ByRank(_Plain):
     """Decays matrices only, which a slice is not."""
 
@@ -165,6 +188,9 @@ class Closing(_Plain):
 
 REFUSED = {
     ByNorm: "is not element-wise: after step 1, a tensor of shape .* hold other values",
+    ByLargeNorm: "is not element-wise: after step 4, a tensor of shape",
+    ByNumber: "is not element-wise: after step 1, a tensor of shape",
+    Listing: "its state history is a list with tensors in it, which is neither one number",
     ByRank: "is not element-wise: after step 1, a tensor of shape",
     ByRow: "its state rows of a tensor of shape .* neither one number nor one for each element",
     InBlocks: "is not element-wise: after step 1, a tensor of shape",

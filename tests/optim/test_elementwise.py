@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lightning_elixir
+from lightning_elixir import CPUAdam, HybridAdam
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.elementwise import inner_maker
 from tests.helpers.users_optimizers import REFUSED, Lion, ScheduleFree
@@ -17,13 +18,13 @@ def _parameters() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(3, 2))]
 
 
-@pytest.mark.parametrize("cls", [Lion, ScheduleFree, torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("cls", [Lion, ScheduleFree, torch.optim.AdamW, torch.optim.RMSprop, HybridAdam, CPUAdam])
 def test_elementwise_ones_are_registered(cls: type[torch.optim.Optimizer]) -> None:
     before = torch.random.get_rng_state()
     assert lightning_elixir.register_elementwise(cls) is cls
     assert torch.equal(before, torch.random.get_rng_state())
     optimizer = cls(_parameters())
-    assert inner_maker(optimizer).cls is cls
+    assert inner_maker(optimizer).cls is (HybridAdam if issubclass(cls, HybridAdam) else cls)
 
 
 @pytest.mark.parametrize("cls", REFUSED)
@@ -37,6 +38,8 @@ def test_others_are_refused_and_the_error_says_why(cls: type[torch.optim.Optimiz
 def test_what_depends_on_settings_is_tried_with_those_that_are_used() -> None:
     class Sometimes(torch.optim.Optimizer):
         def __init__(self, params: Any, lr: float, by_norm: bool = False) -> None:
+            if lr < 0.0:
+                raise ValueError("no")
             super().__init__(params, {"lr": lr})
             self.by_norm = by_norm
 
@@ -48,6 +51,8 @@ def test_what_depends_on_settings_is_tried_with_those_that_are_used() -> None:
 
     with pytest.raises(PlanError, match=r"register_elementwise\(Sometimes, lr=1e-3\)"):
         lightning_elixir.register_elementwise(Sometimes)
+    with pytest.raises(PlanError, match=r"cannot be made from parameters and \{'lr': -1\.0\} \(ValueError: no\)"):
+        lightning_elixir.register_elementwise(Sometimes, lr=-1.0)
     lightning_elixir.register_elementwise(Sometimes, lr=0.1)
     assert inner_maker(Sometimes(_parameters(), lr=0.1)).cls is Sometimes
     with pytest.raises(
