@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.errors import CapacityError, PlanError, StateError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
 from lightning_elixir.profiling.ignored import ignored_parameters
@@ -246,6 +247,19 @@ def test_what_is_ignored_is_counted() -> None:
     assert int(plan.notes["non_model_bytes"]) == beside + int(without.notes["non_model_bytes"])
     assert plan_from_dict(plan_to_dict(plan)) == plan
     assert "2 parameters in no chunk (2 trained)" in plan.explain()
+
+
+@pytest.mark.parametrize("policy", ["auto", "cpu"])
+def test_what_is_ignored_is_no_activation_where_memory_is_short(policy: str) -> None:
+    model = Model()
+    with pytest.raises(CapacityError) as caught:
+        make_plan(model, placement_policy=policy, gpu_bytes=20_000, ignored=ignored_parameters(model, "head"))
+    told = re.search(
+        r"stay out of chunks \(ignored\) ([0-9.]+) KiB; activations and other data 0 B\)", str(caught.value)
+    )
+    assert told is not None, caught.value
+    assert float(told[1]) * 1024 >= 16 * WIDTH * WIDTH
+    assert "batch" not in str(caught.value)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

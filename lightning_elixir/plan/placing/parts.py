@@ -10,11 +10,12 @@ STREAMABLE = "with HybridAdam or CPUAdam"
 """The optimizers whose states may be on a disk."""
 
 
-def gpu_parts(use: MemoryUse, scheme: Scheme, blocks: int, module: str) -> str:
+def gpu_parts(use: MemoryUse, ignored_bytes: int, scheme: Scheme, blocks: int, module: str) -> str:
     """What the device's bytes at the highest moment of a step are for: all of them.
 
     Args:
         use: At that moment; the rCache is left out.
+        ignored_bytes: Of its `non_model_bytes`, those of parameters in no chunk.
         scheme: What training does to the chunks.
         blocks: Of the rCache.
         module: What needs so many, as the smallest rCache.
@@ -32,7 +33,9 @@ def gpu_parts(use: MemoryUse, scheme: Scheme, blocks: int, module: str) -> str:
     parts.append(f"gradients and their blocks {format_bytes(use.gpu_grad_bytes)}")
     if use.gpu_stream_bytes:
         parts.append(f"{_stream_words(scheme)} {format_bytes(use.gpu_stream_bytes)}")
-    parts.append(f"activations and other data {format_bytes(use.non_model_bytes)}")
+    if ignored_bytes:
+        parts.append(f"parameters that stay out of chunks (ignored) {format_bytes(ignored_bytes)}")
+    parts.append(f"activations and other data {format_bytes(use.non_model_bytes - ignored_bytes)}")
     return "; ".join(parts)
 
 

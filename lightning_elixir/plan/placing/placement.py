@@ -260,6 +260,7 @@ class Placer:
     def __init__(self, layout: Layout, problem: Problem, profile: StepProfile | None = None) -> None:
         self.layout, self.profile = layout, profile
         self.request, self.budget, self.blocks = problem.request, problem.budget, problem.blocks
+        self.ignored_bytes = problem.ignored_bytes
         self._activation_host_bytes = _activation_host_bytes(problem, profile)
         self.scheme = replace(problem, activation_host_bytes=self._activation_host_bytes).scheme(layout.block_bytes)
         self.moments = () if profile is None else moments(profile)
@@ -364,13 +365,13 @@ class Placer:
                 cures.append("lower chunk_size")
             if use.gpu_param_bytes + use.gpu_state_bytes:
                 cures.append(f"keep less on the {self.budget.words.device}")
-            if use.non_model_bytes > gpu_bytes - limit and placement.update_bytes(blocks) <= limit:
+            if use.non_model_bytes - self.ignored_bytes > gpu_bytes - limit and placement.update_bytes(blocks) <= limit:
                 is_recomputing = self.profile is not None and self.profile.is_recomputing
                 cures.append(f"use a smaller batch{'' if is_recomputing else ' or activation checkpointing'}")
         else:
             cures = ['use placement_policy="auto" or "cpu"', "more ranks"]
         cure = ", or ".join(cures)
-        parts = gpu_parts(use, self.scheme, blocks, self.needs.smallest(placement.managed)[1])
+        parts = gpu_parts(use, self.ignored_bytes, self.scheme, blocks, self.needs.smallest(placement.managed)[1])
         raise CapacityError(
             f"{self.budget.words.memory}: the plan needs {format_bytes(gpu_bytes)} on each rank ({parts}), but there"
             f" are {format_bytes(limit)}: {format_bytes(gpu_bytes - limit)} too few. {cure[0].upper()}{cure[1:]}.",

@@ -31,7 +31,7 @@ def gpu_refusal(smallest: Placement, placer: Placer, profile: StepProfile) -> Ca
     """
     limit, needed = placer.budget.gpu_bytes or 0, smallest.gpu_bytes(smallest.smallest)
     blocks, module = placer.needs.smallest(smallest.managed)
-    other = profile.peak_non_model_bytes
+    other = profile.peak_non_model_bytes - placer.ignored_bytes
     words = placer.budget.words
     cures = [f"{format_bytes(needed - limit, is_rounded_up=True)} {words.more}"]
     share = 100 * (limit - needed + other) // other if other else 0
@@ -40,7 +40,7 @@ def gpu_refusal(smallest: Placement, placer: Placer, profile: StepProfile) -> Ca
         cures.append(f"activations cut to {share}% (a batch that much smaller{how})")
     if needed - limit <= placer.saved_by_smaller_chunks(smallest.chunks, blocks):
         cures.append("perhaps a smaller chunk_size")
-    parts = gpu_parts(smallest.at_peak, placer.scheme, blocks, module)
+    parts = gpu_parts(smallest.at_peak, placer.ignored_bytes, placer.scheme, blocks, module)
     return CapacityError(
         f"{words.memory}: even with as much as possible beside it, a rank needs {format_bytes(needed)} ({parts}),"
         f" but there are {format_bytes(limit)}. What would fit: {', or '.join(cures)}.",
