@@ -16,8 +16,11 @@ Shape = tuple[str, Mapping[str, Any]]
 """Model type of transformers, and entries of its config."""
 
 # What names of published files end with, and what says nothing of the shape.
-_ENDINGS = re.compile(r"-(hf|it|pt|base|instruct|chat|preview|bf16|fp8|\d+k|20\d\d|\d{4}|v\d+(\.\d+)?)$")
+_ENDINGS = re.compile(
+    r"-(hf|it|pt|base|instruct|thinking|chat|preview|bf16|fp8|bnb|4bit|\d+k|20\d\d|\d{4}|v\d+(\.\d+)?)$"
+)
 _MAKERS = re.compile(r"^(meta|google|openai|microsoft|mistralai|deepseek-ai)-")
+_SUBJECTS = re.compile(r"(?<=^qwen2\.5)-(coder|math)(?=-)|(?<=^qwen3)-coder(?=-30b)")
 
 
 def _opt(layers: int, width: int, heads: int) -> Shape:
@@ -190,14 +193,24 @@ SHAPES: Mapping[str, Shape] = {
         first_k_dense_replace=3,
     ),
 }
-SHAPES_ALIKE: Mapping[str, str] = {"deepseek-r1": "deepseek-v3", "mistral-nemo": "mistral-nemo-12b"}
+SHAPES_ALIKE: Mapping[str, str] = {
+    "deepseek-v3.1": "deepseek-v3",
+    "deepseek-r1": "deepseek-v3",
+    "deepseek-r1-distill-llama-8b": "llama-3.1-8b",
+    "deepseek-r1-distill-llama-70b": "llama-3.3-70b",
+    "deepseek-r1-distill-qwen-7b": "qwen2.5-7b",
+    "deepseek-r1-distill-qwen-14b": "qwen2.5-14b",
+    "deepseek-r1-distill-qwen-32b": "qwen2.5-32b",
+    "mistral-nemo": "mistral-nemo-12b",
+    "phi-3.5-mini": "phi-3-mini",
+}
 """Further names."""
 
 
 def shape_name(name: str) -> str | None:
     """The name in `SHAPES` that this one means, however it is written: that of a repository, with or without what the
     weights were made for at its end. None: there is none."""
-    text = _MAKERS.sub("", name.lower().rpartition("/")[2])
+    text = _SUBJECTS.sub("", _MAKERS.sub("", name.lower().rpartition("/")[2]))
     while (shorter := _ENDINGS.sub("", text)) != text and _squeezed(text) not in _BY_LETTERS:
         text = shorter
     return _BY_LETTERS.get(_squeezed(text))
@@ -205,7 +218,9 @@ def shape_name(name: str) -> str | None:
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Of the known names those that are most like it, the most similar first."""
-    return difflib.get_close_matches(name.lower().rpartition("/")[2], list(known), count, 0.5)
+    by_letters = {each.lower(): each for each in known}
+    like = difflib.get_close_matches(name.lower().rpartition("/")[2], list(by_letters), count, 0.5)
+    return [by_letters[each] for each in like]
 
 
 def unknown_name(name: str, model_types: Iterable[str]) -> str:
@@ -216,7 +231,10 @@ def unknown_name(name: str, model_types: Iterable[str]) -> str:
     """
     if name.startswith("Auto"):
         return f"{name} takes any model: give the name of one, a config file, or a class such as LlamaForCausalLM"
-    like = nearest(name, dict.fromkeys([*SHAPES, *model_types]))
+    if name.endswith("/") or name.startswith(("/", "./", "../", "~")):
+        return f"there is no folder or file {name}: give a folder with a config.json, or a config file (FILE.json)"
+    classes = (each for each in _transformers_names() if "For" in each) if _may_be_class(name) else ()
+    like = nearest(name, dict.fromkeys([*SHAPES, *model_types, *classes]))
     hint = f" Do you mean {' or '.join(like)}?" if like else ""
     return (
         f"no model {name!r}.{hint} Known are {', '.join(SHAPES)}, every model type of transformers and its classes"
@@ -241,10 +259,18 @@ def refuse_unknown(name: str) -> None:
     model_types = re.findall(r'\(\s*"([\w.-]+)",\s*"\w+Config"', text)
     if not model_types or f'"{name.lower()}"' in text.lower():
         return
-    may_be_class = name.isidentifier() and name != name.lower() and re.match("Auto[A-Z]", name) is None
-    if may_be_class and name in dir(importlib.import_module("transformers")):  # which takes a second, and no torch
+    if _may_be_class(name) and name in _transformers_names():
         return
     raise PlanError(unknown_name(name, (each.lower() for each in model_types)))
+
+
+def _may_be_class(name: str) -> bool:
+    return name.isidentifier() and name != name.lower() and re.match("Auto[A-Z]", name) is None
+
+
+def _transformers_names() -> list[str]:
+    """Of its classes and all else; takes a second, and no torch."""
+    return dir(importlib.import_module("transformers"))
 
 
 def _squeezed(name: str) -> str:

@@ -757,6 +757,11 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     @property
     def _handle(self) -> EngineHandle:
         handle = EngineHandle.of(self._module)
+        if handle is None and isinstance(self._launcher, _Launcher) and self._launcher.procs:
+            raise StateError(
+                "the engine was in the processes that this one has started, which have ended: ask for it there, in a"
+                " callback (on_fit_end, say)"
+            )
         if handle is None:
             raise StateError("the engine does not exist yet, or was closed: call fit, validate, test or predict first")
         return handle

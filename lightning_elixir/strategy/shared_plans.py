@@ -193,6 +193,7 @@ class Planner:
             PlanError: Parameters that no plan can hold, none that trains, or other parameters than on rank 0.
         """
         specs = run_together(self.comm, lambda: self._specs(model))
+        left_out = self.ignored(model)
         check_same_model(self.comm, specs)
         if not is_training:
             return
@@ -202,11 +203,12 @@ class Planner:
                 f"{', '.join(sparse[:5])}: gradients would be sparse, which chunks cannot hold; make the layers with"
                 " sparse=False"
             )
-        if not any(s.requires_grad for s in specs):
+        number = len(specs) + len(left_out)
+        if not any(s.requires_grad for s in specs) and not any(p.requires_grad for p in left_out):
             raise PlanError(
-                f"{type(model).__name__} has no parameter to train: it has {len(specs)} parameters, all of them"
+                f"{type(model).__name__} has no parameter to train: it has {number} parameters, all of them"
                 " frozen. Call requires_grad_() on what is to be trained before the fit"
-                if specs
+                if number
                 else f"{type(model).__name__} has no parameters. Make layers in __init__ or configure_model"
             )
 

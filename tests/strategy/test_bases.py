@@ -16,6 +16,14 @@ from tests.strategy.models import CHUNK, TIGHT, WIDTH, Net, assert_same_as_plain
 TIGHT = {**TIGHT, "gpu_memory_limit": "152KiB"}
 
 
+class Adapted(Net):
+    """One layer trains, all below it are frozen."""
+
+    def _make(self) -> None:
+        super()._make()
+        self.layers[:-1].requires_grad_(False)
+
+
 class BasedNet(Net):
     """With frozen integers and 8-bit floats in front."""
 
@@ -50,6 +58,15 @@ def test_as_plain_lightning(what: str, placement: str) -> None:
     assert bool(left_out) is (what != "nothing")
     assert left_out.isdisjoint(m.fqn for c in trainer.strategy.plan.chunks for m in c.members)
     assert model.table.dtype is torch.int8
+
+
+@pytest.mark.parametrize("ignored", telling(["layers.4", "*"], "layers.4"))
+def test_all_that_trains_may_stay_out(ignored: str) -> None:
+    limit = "512KiB" if ignored == "*" else "72KiB"
+    trainer, _, actual = fit(ElixirStrategy(**{**TIGHT, "gpu_memory_limit": limit}, ignored=ignored), Adapted)
+    assert_same_run(actual, fit("auto", Adapted)[2])
+    assert {p.fqn for p in trainer.strategy.plan.ignored} >= {"layers.4.weight", "layers.4.bias"}
+    assert bool(trainer.strategy.stats().evictions) is (ignored != "*")
 
 
 @pytest.mark.parametrize("kind", telling(["full", "sharded"], "sharded"))

@@ -112,6 +112,9 @@ def test_weights_come_back_also_to_layers_that_hooks_have_made(make_model: type[
     launcher._recover_results_in_main_process(_Worker(None, str(path), trainer.state, extra), trainer)
     assert_same_state(model.state_dict(), trained.state_dict())
     assert torch.equal(before, torch.random.get_rng_state())
+    launcher.procs = [None]
+    with pytest.raises(StateError, match="the engine was in the processes .* have ended: ask for it there"):
+        trainer.strategy.stats()
 
 
 SESSION = """
