@@ -94,6 +94,7 @@ class ElixirWeightAveraging(Callback):
     ) -> None:
         if decay is not None and not 0.0 <= decay <= 1.0:
             raise PlanError(f"decay must be in [0, 1], or None for averages that count all updates alike; got {decay}")
+        self.decay = decay
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
         self.update_starting_at_epoch = update_starting_at_epoch
@@ -217,6 +218,12 @@ class ElixirWeightAveraging(Callback):
 
     # Checkpoints
 
+    @property
+    @override
+    def state_key(self) -> str:
+        """That of Lightning's callback with the same arguments: each then finds what the other has saved."""
+        return "WeightAveraging" if self.decay is None else "EMAWeightAveraging"
+
     @override
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -251,6 +258,9 @@ class ElixirWeightAveraging(Callback):
         current = checkpoint.get("current_model_state")
         if trainer.state.fn != "fit" or (current is None and not is_folder):
             return  # of a run without averages: both begin as its weights
+        # Where another callback has averaged: the step of the checkpoint has been looked at, and does not count again
+        # with the micro-batches of the next one.
+        self._latest_update_step = checkpoint.get("global_step", 0)
         if is_folder:
             self._num_updates = int(checkpoint["averaging_state"]["n_averaged"])
             trainer.strategy.load_saved_weights(pl_module.strict_loading)  # type: ignore[attr-defined]

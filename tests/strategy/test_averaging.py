@@ -131,16 +131,18 @@ def test_two_ranks(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the saver's
 def test_checkpoints(tmp_path: Path) -> None:
-    """They hold what Lightning's hold, and either goes on from either."""
+    """They hold what Lightning's hold, and either goes on from either: a step of several batches counts once."""
     theirs, ours = CALLBACKS["ema"]
     paths = {"auto": tmp_path / "plain", "elixir": tmp_path / "elixir"}
+    accumulated = {"accumulate_grad_batches": 2}
     found = {}
     for name, callback in (("auto", theirs()), ("elixir", ours())):
-        saver = pl.callbacks.ModelCheckpoint(paths[name], every_n_train_steps=8, save_top_k=-1)
+        saver = pl.callbacks.ModelCheckpoint(paths[name], every_n_train_steps=4, save_top_k=-1)
         strategy = name if name == "auto" else ElixirStrategy(**TIGHT)
-        fit(strategy, BatchNormNet, callbacks=[callback, saver], enable_checkpointing=True, max_epochs=1)
+        options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 1, **accumulated}
+        fit(strategy, BatchNormNet, callbacks=[callback, saver], **options)
         found[name] = torch.load(next(paths[name].iterdir()), weights_only=False)
     for key in ("state_dict", "current_model_state"):
         mine, plain = found["elixir"][key], found["auto"][key]
@@ -148,10 +150,14 @@ def test_checkpoints(tmp_path: Path) -> None:
         assert [n for n, v in plain.items() if not torch.equal(mine[n], v)] == []
     plain_model = BatchNormNet()
     plain_model.load_state_dict(found["elixir"]["state_dict"])
-    _, _, expected = _run("auto", BatchNormNet, theirs(), ckpt_path=str(next(paths["auto"].iterdir())))
-    for begun in ("auto", "elixir"):
-        path = str(next(paths[begun].iterdir()))
-        _, _, got = _run(ElixirStrategy(**TIGHT), BatchNormNet, ours(), ckpt_path=path)
+    path_of = {name: str(next(path.iterdir())) for name, path in paths.items()}
+    _, _, expected = _run("auto", BatchNormNet, theirs(), ckpt_path=path_of["auto"], **accumulated)
+    for begun, strategy, callback in (
+        ("auto", ElixirStrategy(**TIGHT), ours()),
+        ("elixir", ElixirStrategy(**TIGHT), ours()),
+        ("elixir", "auto", theirs()),
+    ):
+        _, _, got = _run(strategy, BatchNormNet, callback, ckpt_path=path_of[begun], **accumulated)
         assert [n for n, v in expected.state.items() if not torch.equal(got.state[n], v)] == []
 
 
