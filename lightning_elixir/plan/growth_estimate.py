@@ -25,7 +25,9 @@ class StepMemory:
     peaks: tuple[int, ...]
     """Peak between accesses: [0] before the first, [i] after the i-th one."""
     grads: tuple[tuple[int, ...], ...]
-    """Chunks whose gradients became complete in each of these intervals."""
+    """Chunks that got their first gradient in each of these intervals."""
+    arrivals: tuple[int, ...] = ()
+    """As in `Course`."""
 
     @property
     def peak_bytes(self) -> int:

@@ -1,9 +1,9 @@
 """Bytes of a placement, by kind, of one rank.
 
 Per parameter: compute shard, gradient shard, master (beside 16 bits only) and states, divided by the ranks. Beside that
-rCache blocks, `GRAD_BLOCKS` gradient blocks (one collects while another is reduced; one more for each further dtype,
-and with several ranks), on the device what is persistent, and on the host staging buffers where gradients are added up
-and buffers for NVMe.
+rCache blocks, `GRAD_BLOCKS` gradient blocks (one collects while another is reduced; more where several collect at once,
+and with several ranks; none where a rank alone has the states on its device, and the block stays as the shard), on the
+device what is persistent, and on the host staging buffers where gradients are added up and buffers for NVMe.
 """
 
 from __future__ import annotations
@@ -45,11 +45,24 @@ MOST_RESERVED_PART = 4
 """No more than that part of it is left in all, however small the host."""
 
 
-def num_grad_blocks(chunks: Iterable[ChunkSpec], world_size: int) -> int:
+def num_grad_blocks(chunks: Iterable[ChunkSpec], world_size: int, arrivals: Iterable[int] = ()) -> int:
     """How many such blocks a rank has, no more than chunks that train. Of several ranks one may be a chunk ahead of the
-    others, so that a further block waits for them (seen: two H200s, experts of 768 MiB)."""
-    dtypes = [c.dtype for c in chunks if c.requires_grad]
-    return min(len(dtypes), GRAD_BLOCKS + len(set(dtypes)) - 1 + (world_size > 1))
+    others, so that a further block waits for them (seen: two H200s, experts of 768 MiB).
+
+    Args:
+        chunks: That have such blocks, those that train.
+        world_size: All ranks.
+        arrivals: Of a step, as in `Course`. One more block fills up where a chunk gets its last gradient after the
+            first one of others, as chunks with the norms of a layer do, which come last among its modules.
+    """
+    dtypes = {c.id: c.dtype for c in chunks if c.requires_grad}
+    most = len(set(dtypes.values()))
+    collecting = set[int]()
+    for chunk_id in arrivals:
+        if chunk_id in dtypes:
+            collecting ^= {chunk_id}
+            most = max(most, len(collecting))
+    return min(len(dtypes), most + GRAD_BLOCKS - 1 + (world_size > 1))
 
 
 def nvme_buffers(state_bytes: Iterable[int]) -> tuple[int, int]:
@@ -394,10 +407,31 @@ class Scheme:
     def _value_bytes(self, chunk: ChunkSpec) -> int:
         return self.shard_numel(chunk) * self.data_bytes[chunk.dtype].compute
 
-    def grad_block_bytes(self, chunks: Sequence[ChunkSpec]) -> int:
-        """The blocks that gradients are gathered in, and the slices that several ranks reduce and send to the host."""
-        trained = [c for c in chunks if c.requires_grad]
-        count = num_grad_blocks(trained, self.world_size)
+    def earlier_grad_bytes(self, chunk: ChunkSpec) -> int:
+        """What gradients of earlier backwards take of the shard when the last one before an update begins: sums are in
+        fp32, which the gradients of one backward become when more is added."""
+        if not (chunk.requires_grad and self.regime.accumulates):
+            return 0
+        width = self.data_bytes[chunk.dtype]
+        return self.shard_numel(chunk) * (width.compute if self.regime.num_backwards == 2 else width.grad)
+
+    def has_grad_block(self, chunk: ChunkSpec) -> bool:
+        """Whether gradients are gathered in one of the blocks, and not in what becomes the shard, or is added to it."""
+        return chunk.requires_grad and (chunk.optim_tier is not Tier.GPU or self.num_sharing(chunk) > 1)
+
+    def added_grad_bytes(self, chunks: Sequence[ChunkSpec], arrivals: Iterable[int] = ()) -> int:
+        """Device memory, while backward runs, of gradients that are added to shards there by the rank itself, and of
+        what was there until it has become fp32. Arguments as for `num_grad_blocks`."""
+        added = [c for c in chunks if c.requires_grad and not self.has_grad_block(c)] if self.regime.accumulates else []
+        sizes = sorted((c.nbytes for c in added), reverse=True)[: num_grad_blocks(added, self.world_size, arrivals)]
+        widened = [c.nbytes for c in added if DTYPE_BYTES[c.dtype] < self.data_bytes[c.dtype].grad]
+        return sum(sizes) + max(widened, default=0)
+
+    def grad_block_bytes(self, chunks: Sequence[ChunkSpec], arrivals: Iterable[int] = ()) -> int:
+        """The blocks that gradients are gathered in, and the slices that several ranks reduce and send to the host.
+        Arguments as for `num_grad_blocks`."""
+        trained = [c for c in chunks if self.has_grad_block(c)]
+        count = num_grad_blocks(trained, self.world_size, arrivals)
         largest = sorted((c.nbytes for c in trained), reverse=True)[:count]
         sent = [c for c in trained if c.optim_tier is not Tier.GPU and self.num_sharing(c) > 1]
         slices = sorted((c.nbytes // self.num_sharing(c) for c in sent), reverse=True)[:GRAD_BLOCKS]
@@ -466,7 +500,7 @@ def memory_use(chunks: Sequence[ChunkSpec], rcache_blocks: int, scheme: Scheme, 
     return MemoryUse(
         gpu_param_bytes=total.gpu_param,
         gpu_state_bytes=total.gpu_state,
-        gpu_grad_bytes=total.gpu_grad + scheme.grad_block_bytes(chunks),
+        gpu_grad_bytes=total.gpu_grad + scheme.grad_block_bytes(chunks) + scheme.added_grad_bytes(chunks),
         rcache_bytes=rcache_blocks * scheme.block_bytes,
         host_param_bytes=total.host_param,
         host_state_bytes=total.host_state,

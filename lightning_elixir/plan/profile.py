@@ -184,6 +184,18 @@ class StepInterval:
     is_backward: bool | None = None
     """Backward, with what it recomputes; None: not known. For people."""
     moves: ActivationMoves = NO_MOVES
+    arrivals: tuple[int, ...] = ()
+    """Chunks in the order in which their first and their last gradient comes, each once for either. None: those of
+    `grads` get all of theirs in it, one after the other."""
+
+
+class Course(NamedTuple):
+    """What a step does to the device's memory beside chunks, shards and blocks."""
+
+    moments: tuple[tuple[tuple[int, ...], int], ...] = ()
+    """(chunks that get their first gradient, most bytes in use until others do), in order."""
+    arrivals: tuple[int, ...] = ()
+    """As in `StepInterval`, of the whole step."""
 
 
 @dataclass(frozen=True)
@@ -225,15 +237,35 @@ class StepProfile:
     def compute_s(self) -> float:
         return sum(i.compute_s for i in self.intervals)
 
+    @cached_property
+    def course(self) -> Course:
+        """What it takes when."""
+        moments: list[tuple[tuple[int, ...], int]] = [((), 0)]
+        known = set[int]()
+        order: list[int] = []
+        for interval in self.intervals:
+            arrivals = interval.arrivals or tuple(i for i in interval.grads for _ in range(2))
+            begun = tuple(i for i in dict.fromkeys(arrivals) if i not in known)
+            known.update(begun)
+            order.extend(arrivals)
+            if begun:
+                moments.append((begun, interval.non_model_bytes))
+            elif interval.non_model_bytes > moments[-1][1]:
+                moments[-1] = (moments[-1][0], interval.non_model_bytes)
+        return Course(tuple(moments), tuple(order))
+
     def of_first_chunks(self, count: int) -> StepProfile:
         """The same without what is done with chunks beyond so many."""
         of_others = any(chunk >= count for event in self.trace.events for chunk in event.ids)
-        if not of_others and all(chunk < count for interval in self.intervals for chunk in interval.grads):
+        if not of_others and all(chunk < count for i in self.intervals for chunk in (*i.grads, *i.arrivals)):
             return self
         # An access of such chunks alone stays, as one of none: there is an interval after each.
         events = tuple(replace(e, ids=tuple(chunk for chunk in e.ids if chunk < count)) for e in self.trace.events)
-        kept = (tuple(chunk for chunk in interval.grads if chunk < count) for interval in self.intervals)
-        intervals = tuple(replace(one, grads=grads) for one, grads in zip(self.intervals, kept, strict=True))
+
+        def kept(ids: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(chunk for chunk in ids if chunk < count)
+
+        intervals = tuple(replace(i, grads=kept(i.grads), arrivals=kept(i.arrivals)) for i in self.intervals)
         return replace(self, trace=AccessTrace(events), intervals=intervals)
 
     def with_margin(self, block_bytes: int, *, is_certain: bool = True) -> StepProfile:
@@ -263,10 +295,7 @@ class StepProfile:
         Args:
             changed: From those of an interval to others.
         """
-        intervals = [
-            StepInterval(i.compute_s, changed(i.non_model_bytes), i.grads, i.is_backward, i.moves)
-            for i in self.intervals
-        ]
+        intervals = (replace(i, non_model_bytes=changed(i.non_model_bytes)) for i in self.intervals)
         return replace(self, intervals=tuple(intervals))
 
 
@@ -289,17 +318,22 @@ def step_profile(profile: MemoryProfile, packed: Sequence[PackedChunk], hardware
             ids = _ids(fqns, chunk_of)
             if ids:
                 events.append(Drop(ids))
-        finished = []
+        arrivals, finished = [], []
         for fqn in item.grads:
             chunk_id = chunk_of.get(fqn)
             if chunk_id is not None and chunk_id in waiting:
+                if waiting[chunk_id] == len(packed[chunk_id].members):
+                    arrivals.append(chunk_id)
                 waiting[chunk_id] -= 1
                 if waiting[chunk_id] == 0:
+                    arrivals.append(chunk_id)
                     finished.append(chunk_id)
         arithmetic_s = item.flops / rate if rate else 0.0
         compute_s = max(arithmetic_s + item.moved_bytes / hardware.device_bytes_per_s, item.num_ops * hardware.launch_s)
         ids = _ids(item.fqns, chunk_of)
-        interval = StepInterval(compute_s, item.activation_bytes, tuple(finished), item.is_backward, item.moves)
+        interval = StepInterval(
+            compute_s, item.activation_bytes, tuple(finished), item.is_backward, item.moves, tuple(arrivals)
+        )
         if ids:
             events.append(Acquire(ids, item.is_pinned, _ids(item.held, chunk_of)))
             intervals.append(interval)
@@ -312,7 +346,8 @@ def step_profile(profile: MemoryProfile, packed: Sequence[PackedChunk], hardware
     # A chunk with parameters that nothing uses is complete at the end of backward.
     late = tuple(i for i, left in waiting.items() if 0 < left < len(packed[i].members))
     if late and intervals:
-        intervals[-1] = replace(intervals[-1], grads=intervals[-1].grads + late)
+        last = intervals[-1]
+        intervals[-1] = replace(last, grads=last.grads + late, arrivals=last.arrivals + late)
     return StepProfile(AccessTrace(tuple(events)), tuple(intervals), profile.offloaded_bytes)
 
 
@@ -327,4 +362,5 @@ def _joined(first: StepInterval, second: StepInterval) -> StepInterval:
         first.grads + second.grads,
         first.is_backward,
         first.moves + second.moves,
+        first.arrivals + second.arrivals,
     )

@@ -84,7 +84,7 @@ class Iterations:
             self._rcache.begin(self.traces.begin("train", misses, record=has_memory))
             if self.sampler.is_on or has_memory:
                 self._count_fixed_bytes()
-                self.sampler.begin(memory=has_memory)
+                self.sampler.begin(memory=has_memory, has_accesses=self._has_rcache)
             self._grad_bytes_before = self._store.grad_bytes_on_device()
             self.growth.begin(self._engine_bytes, bool(self._reducer.used))
         self._update()
@@ -118,7 +118,7 @@ class Iterations:
         kind = self.traces.kind
         if kind is None:
             return
-        trace: AccessTrace | None = AccessTrace(())
+        trace: AccessTrace | None = None
         if self._has_rcache:
             trace = self.traces.end(self._rcache.counters.misses_of_trace)
             self._rcache.begin(None)

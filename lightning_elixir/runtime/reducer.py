@@ -220,6 +220,10 @@ class Reducer:
             self._advance(chunk_id)
         return is_first
 
+    def has_collected(self, chunk_id: int) -> bool:
+        """Whether a gradient of the chunk has come in this backward."""
+        return chunk_id in self._collected or chunk_id in self._reduced_now
+
     # End of backward. Between these calls, the engine agrees with the other ranks.
 
     @property

@@ -7,14 +7,15 @@ read only when they are asked for. `Engine.step_profile` joins bytes and times o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 from lightning_elixir.core.device import Device, Mark
 from lightning_elixir.plan.growth_estimate import StepMemory
 from lightning_elixir.plan.profile import StepInterval, StepProfile
-from lightning_elixir.plan.types import AccessTrace
+from lightning_elixir.plan.types import AccessTrace, Acquire
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class _Sample:
     trace: AccessTrace | None
     """None: it took another way than the known one."""
     grads: list[list[int]]
+    arrivals: list[list[int]]
+    """Chunks, as their first and their last gradient came."""
     peaks: list[int] | None
     levels: list[int]
     """Bytes beside the engine's own at each access, before anything was fetched for it; empty without peaks."""
@@ -144,6 +147,8 @@ class StepSampler:
         self._peaks: list[int] | None = None
         self._levels: list[int] = []
         self._grads: list[list[int]] | None = None
+        self._arrivals: list[list[int]] = []
+        self._has_accesses = True
         # Earlier ones
         self._last: _Sample | None = None
         self._last_timed: _Sample | None = None
@@ -163,18 +168,21 @@ class StepSampler:
 
     # The iteration under way, in the order of the calls
 
-    def begin(self, *, memory: bool) -> None:
+    def begin(self, *, memory: bool, has_accesses: bool) -> None:
         """A training iteration begins.
 
         Args:
             memory: Watch its memory, even if `has_memory` is not set.
+            has_accesses: Whether there is one between intervals; else, where every chunk stays, they end where a
+                chunk's gradients begin and end, and the profile has accesses of nothing.
         """
         self.abandon()
+        self._has_accesses = has_accesses
         if memory or self.has_memory:
-            self._grads, self._peaks, self._levels = [[]], [0], []
+            self._grads, self._arrivals, self._peaks, self._levels = [[]], [[]], [0], []
             self.restart_peak()
         if self.has_times:
-            self._grads, self._clock = [[]], _Clock(self._device)
+            self._grads, self._arrivals, self._clock = [[]], [[]], _Clock(self._device)
         self._update()
 
     def before_access(self) -> None:
@@ -188,15 +196,20 @@ class StepSampler:
 
     def after_access(self, *, has_waited: bool) -> None:
         """The chunks are there: an interval begins."""
-        if self._grads is not None:
-            self._grads.append([])
-        if self._peaks is not None:
-            self._peaks.append(0)
+        self._next_interval()
         if self._has_looks:
             self.restart_peak()
         if self._clock is not None:
-            self._clock.next_interval()
             self._clock.go_on(has_waited=has_waited)
+
+    def _next_interval(self) -> None:
+        if self._grads is not None:
+            self._grads.append([])
+            self._arrivals.append([])
+        if self._peaks is not None:
+            self._peaks.append(0)
+        if self._clock is not None:
+            self._clock.next_interval()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -220,9 +233,32 @@ class StepSampler:
         if self._has_looks:
             self.restart_peak()
 
+    def grads_begin(self, chunk_id: int) -> None:
+        """The first gradient of a chunk has come, and is still autograd's while there is a block for it."""
+        if self._grads is None:
+            return
+        if not self._has_accesses:
+            self._end_interval()
+            if self._peaks is not None:
+                self._peaks[-1] = max(0, self._device.allocated_bytes() - self._held_before)
+        self._arrivals[-1].append(chunk_id)
+
     def grads_complete(self, chunk_ids: Iterable[int]) -> None:
-        if self._grads is not None:
-            self._grads[-1].extend(chunk_ids)
+        if self._grads is None:
+            return
+        chunk_ids = tuple(chunk_ids)
+        self._grads[-1].extend(chunk_ids)
+        self._arrivals[-1].extend(chunk_ids)
+        if self._grads[-1] and not self._has_accesses:
+            self._end_interval()
+
+    def _end_interval(self) -> None:
+        clock = None if self._clock is None or not self._clock.is_running else self._clock
+        if clock is not None:
+            clock.stop()
+        self._next_interval()
+        if clock is not None:
+            clock.go_on(has_waited=False)
 
     def note_end(self) -> None:
         """A forward has ended; there may come no backward."""
@@ -245,16 +281,18 @@ class StepSampler:
         """The iteration is over.
 
         Args:
-            trace: Of this iteration; None if it has taken another way than the known one.
+            trace: Of this iteration; None if it has taken another way than the known one, or has no accesses.
 
         Returns:
             What it took, if that was watched and there is a trace.
         """
         memory = None
         if self._grads is not None:
+            if not self._has_accesses:
+                trace = AccessTrace((Acquire((), is_pinned=False),) * (len(self._grads) - 1))
             if trace is not None and len(self._grads) != sum(1 for _ in trace.acquires()) + 1:
                 trace = None
-            sample = _Sample(trace, self._grads, self._peaks, self._levels, self._clock)
+            sample = _Sample(trace, self._grads, self._arrivals, self._peaks, self._levels, self._clock)
             if self._clock is not None:
                 self._clock.settle()
                 self._before_last = self.all_seconds()  # the device has long come to the end of that one
@@ -263,14 +301,22 @@ class StepSampler:
                 self._last = sample
                 if self._peaks is not None:
                     self._last_with_memory = sample
-                    memory = StepMemory(tuple(self._levels), tuple(self._peaks), tuple(map(tuple, self._grads)))
+                    memory = self._memory_of(self._peaks)
         self.abandon()
         return memory
+
+    def _memory_of(self, peaks: Sequence[int]) -> StepMemory:
+        known = set[int]()
+        begun = []
+        for arrivals in self._arrivals:
+            begun.append(tuple(i for i in dict.fromkeys(arrivals) if i not in known))
+            known.update(arrivals)
+        return StepMemory(tuple(self._levels), tuple(peaks), tuple(begun), tuple(chain(*self._arrivals)))
 
     def abandon(self) -> None:
         """Forget the iteration under way."""
         self._clock = self._peaks = self._grads = None
-        self._levels = []
+        self._arrivals, self._levels = [], []
         self._update()
 
     def _update(self) -> None:
@@ -309,12 +355,13 @@ class StepSampler:
             seconds = timed.seconds or seconds
         if measured is not None and sample.has_accesses_of(measured):
             peaks = measured.peaks or peaks
-        elif measured is not None and num == 1:
-            peaks = [max(measured.peaks or [0])]
-        return StepProfile(
-            sample.trace,
-            tuple(StepInterval(s, p, tuple(grads)) for s, p, grads in zip(seconds, peaks, sample.grads, strict=True)),
+        elif measured is not None and not any(sample.trace.in_use()):
+            peaks = [max(measured.peaks or [0])] * num
+        intervals = (
+            StepInterval(s, p, tuple(grads), arrivals=tuple(arrivals))
+            for s, p, grads, arrivals in zip(seconds, peaks, sample.grads, sample.arrivals, strict=True)
         )
+        return StepProfile(sample.trace, tuple(intervals))
 
     def seconds(self) -> StepSeconds | None:
         """Of the last timed iteration. Waits for its end."""

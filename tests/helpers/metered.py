@@ -28,6 +28,8 @@ class MeteredCpuDevice(CpuDevice):
         self.limit_bytes = limit_bytes
         self.num_give_backs = 0
         self.pooled_bytes = 0
+        self.most_bytes = 0
+        """Most that was in use since `restart_most`, with blocks kept back."""
         self._live_bytes = 0
         self._peak_bytes = 0
         self._sizes: dict[int, int] = {}  # by storage address; 0: released, or not counted
@@ -96,6 +98,10 @@ class MeteredCpuDevice(CpuDevice):
             raise torch.OutOfMemoryError(f"{used_bytes} bytes of {self.limit_bytes}")
         self._live_bytes += nbytes
         self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+        self.most_bytes = max(self.most_bytes, used_bytes)
+
+    def restart_most(self) -> None:
+        self.most_bytes = self._live_bytes + self.pooled_bytes
 
     def _track(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         if storage._cdata not in self._sizes:
@@ -136,8 +142,10 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # What an operator writes to is none that it has made: it may be host memory that a thread got.
+        given = {v.untyped_storage()._cdata for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)}
         for value in tree_leaves(result):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in given:
                 self._device.add(value)
         return result
 

@@ -89,7 +89,7 @@ def test_what_no_chunk_holds_is_left_out() -> None:
         HARDWARE,
     )
     assert profile.trace.events == (Acquire((0,), is_pinned=True), Drop((0,)))
-    assert profile.intervals == (StepInterval(0.0, 0), StepInterval(3e-3, 9, (0,), False))
+    assert profile.intervals == (StepInterval(0.0, 0), StepInterval(3e-3, 9, (0,), False, arrivals=(0, 0)))
 
 
 def test_of_the_first_chunks_there_are_no_others() -> None:

@@ -15,7 +15,7 @@ from lightning_elixir._lightning import LightningModule
 from lightning_elixir.cli.options import make_parser
 from lightning_elixir.cli.plan import find
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, save_hardware
-from lightning_elixir.plan.types import Plan
+from lightning_elixir.plan.types import Plan, Tier
 from lightning_elixir.strategy import ElixirStrategy, shared_plans
 from lightning_elixir.strategy.shared_plans import Planner
 from tests.helpers.dist import run_ranks
@@ -90,7 +90,7 @@ def test_the_fit_comes_to_the_plan_of_the_command(
     save_hardware(replace(HardwareSpec.nominal(), device_bytes_per_s=1e11), machine)
     trained, typed = CASES[case]
     # 98 MiB for activations and working memory; fewer chunks take less.
-    limit = "108MiB" if case == "ignored" else "114MiB"
+    limit = {"ignored": "108MiB", "accumulate": "116MiB"}.get(case, "114MiB")
     planned = _planned(machine, {"--gpu-memory": limit, "--cpu-memory": "1GiB", "--cpu-memory-limit": host}, typed)
     options = dict(trained)
     names = ("update_timing", "placement_policy", "chunk_size", "ignored")
@@ -105,7 +105,7 @@ def test_the_fit_comes_to_the_plan_of_the_command(
     trainer = make_trainer(strategy, max_steps=1, **{"precision": "bf16-mixed", **options})
     trainer.fit(model, torch.utils.data.DataLoader([batch()[i] for i in range(BATCH)] * 4, batch_size=BATCH))
     assert strategy.plan.fingerprint() == planned.fingerprint()
-    assert not planned.is_all_resident
+    assert any(c.optim_tier is not Tier.GPU for c in planned.chunks)
     assert any(c.has_spare_states for c in planned.chunks) == (case == "clip")
 
 

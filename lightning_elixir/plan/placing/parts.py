@@ -30,7 +30,8 @@ def gpu_parts(use: MemoryUse, ignored_bytes: int, scheme: Scheme, blocks: int, m
         parts.append(f"parameters that stay on it {format_bytes(use.gpu_param_bytes)}")
     if use.gpu_state_bytes:
         parts.append(f"optimizer states {format_bytes(use.gpu_state_bytes)}")
-    parts.append(f"gradients and their blocks {format_bytes(use.gpu_grad_bytes)}")
+    if use.gpu_grad_bytes:
+        parts.append(f"gradients and their blocks {format_bytes(use.gpu_grad_bytes)}")
     if use.gpu_stream_bytes:
         parts.append(f"{_stream_words(scheme)} {format_bytes(use.gpu_stream_bytes)}")
     if ignored_bytes:

@@ -15,8 +15,8 @@ from lightning_elixir.plan.placing.parts import STREAMABLE, gpu_parts, host_part
 from lightning_elixir.plan.placing.spares import chunks_to_spare
 from lightning_elixir.plan.placing.spilling import can_move_params
 from lightning_elixir.plan.problem import Problem
-from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.simulator.timeline import beside_rcache_bytes, highest_moment, moments
+from lightning_elixir.plan.profile import Course, StepProfile
+from lightning_elixir.plan.simulator.timeline import beside_rcache_bytes, highest_moment
 from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, AccessTrace, ChunkSpec, ParamSpec, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
 
@@ -213,7 +213,7 @@ class Placement:
         placer = self._placer
         if placer.profile is None:
             return self.at_peak.gpu_bytes
-        return beside_rcache_bytes(self.chunks, placer.moments, placer.scheme, self.use)
+        return beside_rcache_bytes(self.chunks, placer.course, placer.scheme, self.use)
 
     @cached_property
     def at_peak(self) -> MemoryUse:
@@ -222,12 +222,12 @@ class Placement:
         if placer.profile is None:
             stream_bytes = placer.scheme.stream_bytes(self.chunks)
             return replace(self.use, gpu_stream_bytes=stream_bytes, non_model_bytes=placer.budget.non_model_bytes)
-        return highest_moment(self.chunks, placer.moments, placer.scheme, self.use)
+        return highest_moment(self.chunks, placer.course, placer.scheme, self.use)
 
     def update_bytes(self, blocks: int) -> int:
         """On the device while updates run, with so many blocks: what no smaller batch makes less."""
         placer = self._placer
-        return beside_rcache_bytes(self.chunks, (), placer.scheme, self.use) + blocks * placer.layout.block_bytes
+        return beside_rcache_bytes(self.chunks, Course(), placer.scheme, self.use) + blocks * placer.layout.block_bytes
 
     def gpu_bytes(self, blocks: int) -> int:
         """Highest moment of a step on the device, with so many blocks."""
@@ -263,7 +263,7 @@ class Placer:
         self.ignored_bytes = problem.ignored_bytes
         self._activation_host_bytes = _activation_host_bytes(problem, profile)
         self.scheme = replace(problem, activation_host_bytes=self._activation_host_bytes).scheme(layout.block_bytes)
-        self.moments = () if profile is None else moments(profile)
+        self.course = Course() if profile is None else profile.course
         trace = None if profile is None else profile.trace
         self.needs = Needs(layout.packed, problem.request.accesses, layout.block_bytes, trace)
         self._placements: dict[tuple[Site, ...], Placement] = {}
@@ -290,7 +290,9 @@ class Placer:
     def saved_by_smaller_chunks(self, chunks: Sequence[ChunkSpec], blocks: int) -> int:
         """Device bytes that the blocks of rCache and gradients could do without, were every parameter a chunk."""
         largest = max((m.numel * DTYPE_BYTES[c.dtype] for c in chunks for m in c.members), default=0)
-        num_blocks = blocks + num_grad_blocks(chunks, self.scheme.world_size)
+        num_blocks = blocks + num_grad_blocks(
+            filter(self.scheme.has_grad_block, chunks), self.scheme.world_size, self.course.arrivals
+        )
         return num_blocks * max(0, self.layout.block_bytes - largest)
 
     def plan(self, sites: Sequence[Site], policy: str, *, prefetch_depth: int | None = None) -> Plan:

@@ -193,6 +193,8 @@ class ForwardBackward:
         start_s = clocks.now_s
         clocks.now_s += interval.compute_s
         if clocks.record.is_detailed:
+            for chunk_id in interval.arrivals:
+                clocks.record.gradient(self._chunks[chunk_id])
             clocks.record.span("compute", start_s, clocks.now_s, _PHASES[interval.is_backward] + label)
             clocks.record.remember(start_s, interval.non_model_bytes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_elixir.plan.memory import Scheme, memory_use
@@ -25,7 +26,7 @@ class StepRecord:
         """So many blocks of the rCache are in use from now on."""
 
     def gradient(self, chunk: ChunkSpec) -> None:
-        """A chunk's gradients are complete."""
+        """A chunk has got gradients, its first ones or more."""
 
     def begin_update(self, at_s: float, *, is_after_backward: bool) -> None:
         """Activations are gone; gradients go with the update."""
@@ -52,21 +53,23 @@ class DetailedRecord(StepRecord):
         plan: What is simulated.
         scheme: What training does to its chunks.
         timing: When its updates beside the device run.
+        arrivals: Of the step, as in `Course`.
     """
 
     is_detailed = True
 
-    def __init__(self, plan: Plan, scheme: Scheme, timing: UpdateTiming) -> None:
+    def __init__(self, plan: Plan, scheme: Scheme, timing: UpdateTiming, arrivals: Sequence[int]) -> None:
         use = memory_use(plan.chunks, plan.rcache_blocks, scheme)
-        shards = sum(scheme.grad_shard_bytes(c) for c in plan.chunks if c.optim_tier is Tier.GPU)
         self._scheme = scheme
         self._block_bytes = plan.block_bytes
         self._stream_bytes = scheme.stream_bytes(plan.chunks)
         self._resident_bytes = use.gpu_param_bytes + use.gpu_state_bytes
         stays = timing is not UpdateTiming.AFTER_BACKWARD  # the buffers of streamed updates
-        self._grad_block_bytes = use.gpu_grad_bytes - shards + (self._stream_bytes if stays else 0)
-        self._start_grad_bytes = shards if scheme.regime.accumulates else 0
+        self._grad_block_bytes = scheme.grad_block_bytes(plan.chunks, arrivals) + (self._stream_bytes if stays else 0)
+        on_device = [c for c in plan.chunks if c.requires_grad and c.optim_tier is Tier.GPU]
+        self._start_grad_bytes = sum(map(scheme.earlier_grad_bytes, on_device))
         self._grad_bytes = 0
+        self._begun: set[int] = set()
         self._used_blocks = 0
         self._spans: list[Span] = []
         self._memory: list[MemoryPoint] = []
@@ -77,13 +80,15 @@ class DetailedRecord(StepRecord):
 
     def begin_micro_batch(self) -> None:
         self._grad_bytes, self._used_blocks = self._start_grad_bytes, 0
+        self._begun.clear()
 
     def access(self, used_blocks: int) -> None:
         self._used_blocks = used_blocks
 
     def gradient(self, chunk: ChunkSpec) -> None:
-        if chunk.optim_tier is Tier.GPU and not self._scheme.regime.accumulates:
-            self._grad_bytes += self._scheme.grad_shard_bytes(chunk)
+        if chunk.optim_tier is Tier.GPU and chunk.id not in self._begun:
+            self._begun.add(chunk.id)
+            self._grad_bytes += self._scheme.grad_shard_bytes(chunk) - self._scheme.earlier_grad_bytes(chunk)
 
     def begin_update(self, at_s: float, *, is_after_backward: bool) -> None:
         self._remember(at_s, 0, self._stream_bytes if is_after_backward else 0)

@@ -110,7 +110,7 @@ class _Steps:
         self._num_backwards = scheme.regime.num_backwards
         beside = [c for c in plan.chunks if c.requires_grad and c.optim_tier is not Tier.GPU]
         timing = scheme.regime.allowed(plan.update_timing) if beside else UpdateTiming.AFTER_BACKWARD
-        record = DetailedRecord(plan, scheme, timing) if is_detailed else StepRecord()
+        record = DetailedRecord(plan, scheme, timing, profile.course.arrivals) if is_detailed else StepRecord()
         self._clocks = Clocks(record, nvme_buffers(scheme.state_bytes(c) for c in beside if is_on_nvme(c))[0])
         hardware, of_chunks = costs.hardware, list(map(costs.of, plan.chunks))
         self._updates = Updates(

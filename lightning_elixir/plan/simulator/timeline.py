@@ -23,7 +23,7 @@ from typing import NamedTuple
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.ignored import ignored_bytes
 from lightning_elixir.plan.memory import MemoryUse, Scheme, memory_use
-from lightning_elixir.plan.profile import StepInterval, StepProfile
+from lightning_elixir.plan.profile import Course, StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
 from lightning_elixir.plan.simulator.cost import is_time_known
 from lightning_elixir.plan.simulator.rcache_script import RCacheScripts
@@ -41,7 +41,6 @@ __all__ = [
     "compressed",
     "highest_moment",
     "is_time_known",
-    "moments",
     "peak_gpu_bytes",
     "plan_use",
     "scheme_of",
@@ -97,10 +96,11 @@ def simulate_step(
     """
     step = StepSimulator(profile, hardware, scheme).run(plan, is_detailed=is_detailed)
     use = memory_use(plan.chunks, 0, scheme)
-    at = moments(profile)
-    bare = [(finished, profile.margin.without(nbytes)) for finished, nbytes in at]
+    course = profile.course
+    moments = tuple((begun, profile.margin.without(nbytes)) for begun, nbytes in course.moments)
+    bare = course._replace(moments=moments)
     rcache_bytes = max(plan.rcache_blocks, step.peak_blocks) * plan.block_bytes
-    highest = replace(highest_moment(plan.chunks, at, scheme, use), rcache_bytes=rcache_bytes)
+    highest = replace(highest_moment(plan.chunks, course, scheme, use), rcache_bytes=rcache_bytes)
     return Timeline(
         step.times,
         highest.gpu_bytes,
@@ -148,40 +148,25 @@ def with_times(
     return replace(plan, forecast=forecast)
 
 
-def moments(profile: StepProfile) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """(chunks whose gradients complete, most bytes beside the chunks until the next do), in order."""
-    found: list[tuple[tuple[int, ...], int]] = [((), 0)]
-    for interval in profile.intervals:
-        if interval.grads:
-            found.append((interval.grads, interval.non_model_bytes))
-        elif interval.non_model_bytes > found[-1][1]:
-            found[-1] = (found[-1][0], interval.non_model_bytes)
-    return tuple(found)
-
-
-def beside_rcache_bytes(
-    chunks: Sequence[ChunkSpec], moments: Sequence[tuple[tuple[int, ...], int]], scheme: Scheme, use: MemoryUse
-) -> int:
+def beside_rcache_bytes(chunks: Sequence[ChunkSpec], course: Course, scheme: Scheme, use: MemoryUse) -> int:
     """Highest moment of everything on the device but the rCache: gradients come while activations go.
 
     Args:
         chunks: With their tiers.
-        moments: Of the profile of the step.
+        course: Of the profile of the step.
         scheme: What training does to them.
         use: Of these chunks, without the rCache.
     """
-    return _highest(chunks, moments, scheme, use).total
+    return _highest(chunks, course, scheme, use).total
 
 
-def highest_moment(
-    chunks: Sequence[ChunkSpec], moments: Sequence[tuple[tuple[int, ...], int]], scheme: Scheme, use: MemoryUse
-) -> MemoryUse:
+def highest_moment(chunks: Sequence[ChunkSpec], course: Course, scheme: Scheme, use: MemoryUse) -> MemoryUse:
     """What is on the device at that moment, by kind, so that the kinds add up to it. Arguments as for
     `beside_rcache_bytes`."""
-    highest = _highest(chunks, moments, scheme, use)
+    highest = _highest(chunks, course, scheme, use)
     return replace(
         use,
-        gpu_grad_bytes=use.gpu_grad_bytes - highest.shards_to_come,
+        gpu_grad_bytes=highest.grad_bytes,
         gpu_stream_bytes=highest.stream_bytes,
         non_model_bytes=use.non_model_bytes + highest.non_model_bytes,
     )
@@ -191,36 +176,37 @@ class _Highest(NamedTuple):
     """The highest moment without the rCache, in bytes."""
 
     total: int
-    shards_to_come: int
-    """Gradient shards that are not there yet."""
+    grad_bytes: int
     stream_bytes: int
     non_model_bytes: int
 
 
-def _highest(
-    chunks: Sequence[ChunkSpec], moments: Sequence[tuple[tuple[int, ...], int]], scheme: Scheme, use: MemoryUse
-) -> _Highest:
-    grads = {c.id: scheme.chunk_bytes(c).gpu_grad for c in chunks if c.optim_tier is Tier.GPU}
-    shards = sum(grads.values())
-    fixed = use.gpu_bytes - shards
-    accumulates = scheme.regime.accumulates  # gradients of earlier backwards are there from the start
-    held = shards if accumulates else 0
+def _highest(chunks: Sequence[ChunkSpec], course: Course, scheme: Scheme, use: MemoryUse) -> _Highest:
+    of_gpu = {c.id: c for c in chunks if c.requires_grad and c.optim_tier is Tier.GPU}
+    shards = {chunk_id: scheme.chunk_bytes(chunk).gpu_grad for chunk_id, chunk in of_gpu.items()}
+    blocks = scheme.grad_block_bytes(chunks, course.arrivals)  # freed ones stay with the device's pool
+    fixed = use.gpu_bytes - use.gpu_grad_bytes
     stream_bytes = scheme.stream_bytes(chunks)
-    highest = _Highest(fixed + shards + stream_bytes, 0, stream_bytes, 0)  # the update
+    at_end = blocks + sum(shards.values())
+    highest = _Highest(fixed + at_end + stream_bytes, at_end, stream_bytes, 0)  # the update
     stays = stream_bytes if scheme.updates.timing is not UpdateTiming.AFTER_BACKWARD else 0
-    for finished, non_model_bytes in moments:
-        if not accumulates:
-            for chunk_id in finished:
-                held += grads.get(chunk_id, 0)
+    before = {chunk_id: scheme.earlier_grad_bytes(chunk) for chunk_id, chunk in of_gpu.items()}
+    added = scheme.added_grad_bytes(chunks, course.arrivals)
+    held = blocks + sum(before.values())
+    for begun, non_model_bytes in course.moments:
+        if added and not shards.keys().isdisjoint(begun):
+            held, added = held + added, 0
+        for chunk_id in begun:
+            held += shards.get(chunk_id, 0) - before.get(chunk_id, 0)
         total = fixed + stays + held + non_model_bytes
         if total > highest.total:
-            highest = _Highest(total, shards - held, stays, non_model_bytes)
+            highest = _Highest(total, held, stays, non_model_bytes)
     return highest
 
 
 def peak_gpu_bytes(plan: Plan, profile: StepProfile, scheme: Scheme) -> int:
     """Highest moment of a step on the device, with the plan's rCache."""
-    beside = beside_rcache_bytes(plan.chunks, moments(profile), scheme, memory_use(plan.chunks, 0, scheme))
+    beside = beside_rcache_bytes(plan.chunks, profile.course, scheme, memory_use(plan.chunks, 0, scheme))
     return beside + plan.rcache_blocks * plan.block_bytes
 
 
@@ -252,6 +238,7 @@ def compressed(profile: StepProfile) -> StepProfile:
                 max(earlier.non_model_bytes, interval.non_model_bytes),
                 earlier.grads + interval.grads,
                 moves=earlier.moves + interval.moves,
+                arrivals=earlier.arrivals + interval.arrivals,
             )
         else:
             events.append(event)

@@ -304,8 +304,10 @@ def account(plan: Plan, data: Mapping[str, ModelDataBytes], other: int) -> tuple
                 grads += grad
             else:
                 host += states + grad
-    grad_blocks = sorted((max(plan.block_bytes, c.nbytes) for c in plan.chunks if c.requires_grad), reverse=True)
-    num_kinds = len({c.dtype for c in plan.chunks if c.requires_grad})  # each fills up a block of its own
+    # Where the states are on the device of a rank alone, the block is the gradient shard.
+    apart = [c for c in plan.chunks if c.requires_grad and (world > 1 or c.optim_tier is not Tier.GPU)]
+    grad_blocks = sorted((max(plan.block_bytes, c.nbytes) for c in apart), reverse=True)
+    num_kinds = len({c.dtype for c in apart})  # each fills up a block of its own
     gpu += sum(grad_blocks[: 1 + max(1, num_kinds) + (world > 1)])  # one waits for other ranks
     if world > 1:  # slices on their way to the host
         sent = (c.nbytes // world for c in plan.chunks if c.requires_grad and c.optim_tier is not Tier.GPU)
