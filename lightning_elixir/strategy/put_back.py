@@ -120,6 +120,9 @@ class PutBack:
                 self._undo.append(functools.partial(value.__setitem__, slice(None), value[:]))
         else:
             kind = type(value)
+            # With something in it already, only what tensors without values are in goes (`left_behind`).
+            if kind is functools._lru_cache_wrapper and self._is_sure and not value.cache_info().currsize:
+                self._undo.append(value.cache_clear)
             is_users = is_users_class(kind)
             is_plain = kind.__module__ in ("builtins", "collections", "types")
             self._add_all(parts_of(value), depth)

@@ -840,6 +840,11 @@ global_generator = np.random.default_rng(1)
 global_cache: dict[str, Tensor] = {}
 
 
+@functools.lru_cache
+def drawn_once(place: int) -> float:
+    return place + float(global_generator.random())
+
+
 class ChangingAll(Net):
     """Counts wherever one can count, in every step."""
 
@@ -883,6 +888,7 @@ class ChangingAll(Net):
         counted = [num_global_steps, self.num_steps, len(global_losses["train"]), self.num_hooks, self.num_weak]
         counted += [batch.num_seen, len(self.long), self.in_closure(), scheduler.last_epoch]
         figures = [*global_counts.tolist(), *self.counts.tolist(), global_tensor.item(), global_generator.random()]
+        figures.append(drawn_once(1))
         self.seen.append((counted, figures, optimizer.param_groups[0]["lr"]))
         return loss
 
@@ -899,6 +905,7 @@ def _run_changing(strategy: Any, train: Any) -> Any:
     global_counts.fill(0)
     global_tensor.zero_()
     global_generator = np.random.default_rng(1)
+    drawn_once.cache_clear()
     _, model, result = fit(strategy, ChangingAll, train=train)
     assert isinstance(model, ChangingAll)
     assert type(global_cache["ones"]) is Tensor
