@@ -341,6 +341,7 @@ def regime_of(options: argparse.Namespace, precision: ElixirPrecision) -> Traini
         needs_global_norm=(is_clipped or is_scaled) and not is_clamped,
         accumulates=options.accumulate > 1,
         num_backwards=options.accumulate,
+        most_backwards=options.accumulate,
     )
 
 

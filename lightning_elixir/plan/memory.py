@@ -413,7 +413,7 @@ class Scheme:
         if not (chunk.requires_grad and self.regime.accumulates):
             return 0
         width = self.data_bytes[chunk.dtype]
-        return self.shard_numel(chunk) * (width.compute if self.regime.num_backwards == 2 else width.grad)
+        return self.shard_numel(chunk) * (width.compute if self.regime.most_backwards == 2 else width.grad)
 
     def has_grad_block(self, chunk: ChunkSpec) -> bool:
         """Whether gradients are gathered in one of the blocks, and not in what becomes the shard, or is added to it."""

@@ -115,6 +115,8 @@ class TrainingRegime:
     """Gradients of several backwards are added up, in fp32."""
     num_backwards: int = 1
     """Micro-batches before each update, as far as that is known; they count in the predicted step."""
+    most_backwards: int | None = None
+    """No update comes after more of them, ever; None: not known."""
     update_timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD
     """When updates of states beside the device may run; what `num_backwards` and `accumulates` do not allow is left
     out."""

@@ -53,7 +53,13 @@ from lightning_elixir.strategy.device_meshes import MeshAccess
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.engine_strategy import EngineStrategy, move_metrics
 from lightning_elixir.strategy.first_batch import likely_batch
-from lightning_elixir.strategy.fit_run import FitRun, accumulates_gradients, count_averages, step_without_values
+from lightning_elixir.strategy.fit_run import (
+    FitRun,
+    accumulates_gradients,
+    count_averages,
+    most_backwards,
+    step_without_values,
+)
 from lightning_elixir.strategy.graceful_stop import GracefulStop
 from lightning_elixir.strategy.limited_handle import LimitedHandle
 from lightning_elixir.strategy.machine_figures import MachineFigures
@@ -293,6 +299,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
             needs_global_norm=needs_norm_or_scale(module),
             accumulates=accumulates_gradients(trainer, module),
             num_backwards=trainer.accumulate_grad_batches,
+            most_backwards=most_backwards(trainer) if module.automatic_optimization else None,
         )
         self._tell_of_timing(regime)
         return regime

@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 
 def accumulates_gradients(trainer: Trainer, module: LightningModule) -> bool:
     """Whether gradients of several backwards may be added up before a step."""
-    return not module.automatic_optimization or _most_backwards(trainer) > 1
+    return not module.automatic_optimization or most_backwards(trainer) > 1
 
 
-def _most_backwards(trainer: Trainer) -> int:
+def most_backwards(trainer: Trainer) -> int:
     """Before a step, under automatic optimization."""
     schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
     return max([trainer.accumulate_grad_batches, *(n for s in schedulers for n in s.scheduling.values())])
@@ -131,7 +131,7 @@ class FitRun:
         self._report = None if planner.config.report_dir is None else RunReport(planner.config.report_dir)
         engine = handle.engine.engine
         keep_within(engine, handle.budget, self._regime())
-        engine.reducer.landing.expect_accumulation(module.automatic_optimization and _most_backwards(trainer) > 1)
+        engine.reducer.landing.expect_accumulation(module.automatic_optimization and most_backwards(trainer) > 1)
         self._optimizers = tuple(optimizers)
         self.warm_up = WarmUp(handle, planner, self._regime, partial(last_times, self._optimizers))
         self._reservation = Reservation(handle, self.warm_up, lambda: optimizers)

@@ -27,6 +27,7 @@ def fit_regime(
     needs_global_norm: bool,
     accumulates: bool,
     num_backwards: int,
+    most_backwards: int | None = None,
 ) -> TrainingRegime:
     """What training is like, as far as that is known without the optimizer.
 
@@ -38,6 +39,7 @@ def fit_regime(
         needs_global_norm: What happens there is clipping by the norm, or loss scaling.
         accumulates: Gradients of several backwards may be added up.
         num_backwards: How many of them, as far as that is known.
+        most_backwards: More never come before an update; None: not known.
     """
     is_early_possible = is_mixed and can_begin_early
     is_inside_wanted = wanted in ("auto", "inside_backward")
@@ -48,6 +50,7 @@ def fit_regime(
         base_regime(is_mixed=is_mixed),
         accumulates=accumulates,
         num_backwards=num_backwards,
+        most_backwards=most_backwards,
         update_timing=UpdateTiming.AFTER_BACKWARD if wanted == "after_backward" else timing,
         needs_global_norm=is_inside_wanted and needs_norm,
     )

@@ -94,7 +94,7 @@ def test_the_highest_moment_is_what_is_counted(
     foreign = device.allocated_bytes() - engine.device_bytes()
     device.restart_most()
     step()
-    regime = TrainingRegime(accumulates=num_backwards > 1, num_backwards=num_backwards)
+    regime = TrainingRegime(accumulates=num_backwards > 1, most_backwards=num_backwards)
     timeline = simulate_step(plan, profile, HARDWARE["nominal"], scheme_of(plan, regime), is_detailed=True)
     # Above it is what need not come together: a full rCache and most gradients on their way, or being added up.
     blocks_apart = 5 if num_backwards > 1 else 2 * (place != "gpu")

@@ -423,6 +423,14 @@ def test_gradients_in_fp32_take_their_bytes() -> None:
         assert timeline.peak_gpu_bytes == NUMEL * (2 + 12 + grad_bytes) + accumulates * BLOCK_BYTES
 
 
+def test_of_two_backwards_the_first_leaves_gradients_in_16_bits() -> None:
+    """Where more may come before an update, sums in fp32 are there when the last one begins."""
+    (chunk,) = (replace(c, dtype="bfloat16") for c in chunks_at(RESIDENT, 1))
+    for most, grad_bytes in ((None, 4), (2, 2), (3, 4)):
+        scheme = scheme_of(make_plan_of([chunk], 0), replace(MIXED, accumulates=True, most_backwards=most))
+        assert scheme.earlier_grad_bytes(chunk) == NUMEL * grad_bytes
+
+
 # The brief profile
 
 
