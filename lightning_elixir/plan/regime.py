@@ -117,6 +117,8 @@ class TrainingRegime:
     """Micro-batches before each update, as far as that is known; they count in the predicted step."""
     most_backwards: int | None = None
     """No update comes after more of them, ever; None: not known."""
+    reduce_bytes: int = 0
+    """Of an element of gradients as several ranks reduce them and keep them, where that is given (`reduce_dtype`)."""
     update_timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD
     """When updates of states beside the device may run; what `num_backwards` and `accumulates` do not allow is left
     out."""
@@ -142,7 +144,7 @@ class TrainingRegime:
                 has_master=self.master_weights,
                 num_states=self.num_states,
                 byte_states=self.byte_states,
-                grad_bytes=max(4, itemsize) if self.accumulates else None,
+                grad_bytes=max(4, itemsize) if self.accumulates else self.reduce_bytes or None,
             )
             for dtype, itemsize in DTYPE_BYTES.items()
         }

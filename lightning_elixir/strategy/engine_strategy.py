@@ -251,7 +251,9 @@ class EngineStrategy(StrategyOptions, ABC):
         return self._figures
 
     def _make_planner(self, regime: TrainingRegime, figures: MachineFigures, neighbours: Neighbours = ALONE) -> Planner:
-        plugin = self._plugin
+        plugin, reduced = self._plugin, self._config.reduction_dtype
+        if reduced is not None and self._comm.world_size > 1:
+            regime = replace(regime, reduce_bytes=reduced.itemsize)
         return Planner(
             self._config,
             self._comm,

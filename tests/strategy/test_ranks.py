@@ -355,3 +355,22 @@ def _timeouts() -> list[timedelta]:
 
 def test_timeout_holds_for_the_engines_messages_too() -> None:
     assert run_ranks(_timeouts, 2, init_group=False) == [[timedelta(seconds=77)] * 2] * 2
+
+
+def _gradients_planned_and_held(reduce_dtype: str) -> tuple[int, int]:
+    """Run by each of two ranks."""
+    held: list[int] = []
+
+    class Looking(pl.Callback):
+        def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+            held.append(trainer.strategy.stats().held_bytes["cpu_grad"])
+
+    strategy = ElixirStrategy(placement_policy="cpu", reduce_dtype=reduce_dtype)
+    trainer = make_trainer(strategy, max_steps=2, devices=2, precision="bf16-mixed", callbacks=[Looking()])
+    trainer.fit(Net(), make_data())
+    return int(strategy.plan.notes["host_grad_bytes"]), held[-1]
+
+
+def test_gradients_of_a_wider_reduction_are_planned_with() -> None:
+    for planned, held in run_ranks(_gradients_planned_and_held, 2, "float32", init_group=False):
+        assert planned == held
