@@ -854,7 +854,7 @@ def _forked(work: Callable[[], None], log: Path, timeout_s: float) -> int | None
             os.waitpid(pid, 0)
 
 
-def _timed_touch(nbytes: int) -> float:
+def timed_touch(nbytes: int) -> float:
     """`touch_s` in a process of its own: this one starts no threads, since it forks."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds"
@@ -899,11 +899,11 @@ def measured(cases: Mapping[str, Case], arguments: argparse.Namespace) -> dict[s
     started = time.monotonic()
     found: dict[str, Any] = {"command": sys.argv, "torch": torch.__version__, "cases": {}}
     if arguments.touch_first:
-        found["touch_first_s"] = _timed_touch(available_host_bytes() * 9 // 10)
+        found["touch_first_s"] = timed_touch(available_host_bytes() * 9 // 10)
     for name, result in run(cases, arguments, started):
         taken = result.get("host_peak_bytes", 0) - result.get("host_bytes_before", 0)
         if arguments.touch_first and taken > GIB:
-            result["touch_s"] = _timed_touch(taken)
+            result["touch_s"] = timed_touch(taken)
         found["cases"][name] = result
         arguments.out.write_text(json.dumps(found, indent=1))
         has_failed = result["outcome"] != "trained"

@@ -356,6 +356,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--routing", choices=("balanced", "drawn"), default="balanced")
     parser.add_argument("--fused", action="store_true", help="use_fused_kernels=True: experts, sharded and dense")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of so many tokens a step")
+    parser.add_argument("--touch-first", action="store_true", help="have the machine grow its memory before")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--case-s", type=float, default=240.0, help="longest time of one case")
@@ -367,7 +368,13 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments, begin_s = parse_arguments(), time.monotonic()
     layers = arguments.layers or (2 if arguments.preset == "toy" else 12)
-    about = {"torch": torch.__version__, "arguments": {k: str(v) for k, v in vars(arguments).items()}}
+    about: dict[str, Any] = {"torch": torch.__version__, "arguments": {k: str(v) for k, v in vars(arguments).items()}}
+    if arguments.touch_first:
+        from defaults import timed_touch
+
+        from lightning_elixir.core.host import available_host_bytes
+
+        about["touch_first_s"] = timed_touch(available_host_bytes() * 9 // 10)
     cases: list[dict[str, Any]] = []
     for tokens in arguments.tokens:
         for system in arguments.systems:
