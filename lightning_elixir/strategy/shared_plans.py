@@ -552,14 +552,14 @@ class Planner:
             return self._make_anew(now, profile)
         except CapacityError as error:  # and yet a step may run, or has done so
             plan = self._safe_plan(now.model, now.current, budget, regime)
-            log.warning(
-                "going on with the smallest plan there is%s: %s", self._excess(plan, budget, profile, regime), error
-            )
             over_chunks = self.over_chunks(profile, plan) if isinstance(profile, MemoryProfile) else profile
+            log.warning(
+                "going on with the smallest plan there is%s: %s", self._excess(plan, budget, over_chunks, regime), error
+            )
             binding = "what a step takes beside the chunks: this is the smallest plan there is"
             return with_forecast(plan, over_chunks, self.figures.best, regime, budget, binding=binding)
 
-    def _excess(self, plan: Plan, budget: Budget, profile: StepProfile | MemoryProfile, regime: TrainingRegime) -> str:
+    def _excess(self, plan: Plan, budget: Budget, profile: StepProfile, regime: TrainingRegime) -> str:
         """By how much such steps are expected to exceed which limit, for people; empty if by nothing."""
         over = [
             f"the {format_bytes(limit)} of {name} by {format_bytes(nbytes - limit, is_rounded_up=True)}"

@@ -160,7 +160,8 @@ def test_a_limit_that_updates_exceed_is_told_with_parts_that_add_up(caplog: pyte
     parts = [part.split()[-2:] for part in match[2].split("; ")]
     assert sum(float(number) for number, unit in parts if unit == "KiB") == pytest.approx(float(match[1]), abs=0.2)
     plan = strategy.plan
-    lacking = format_bytes(int(plan.notes["gpu_bytes"]) - 40 * 1024, is_rounded_up=True)
+    assert plan.forecast is not None
+    lacking = format_bytes(plan.forecast.peak_gpu_bytes - 40 * 1024, is_rounded_up=True)
     assert f"which will exceed the 40.0 KiB of CPU memory (gpu_memory_limit) by {lacking}: " in warning
     assert plan.notes["gpu_stream_bytes"] == 80 * 1600
     assert "updates of states beside the GPU run after backward" in plan.explain()
