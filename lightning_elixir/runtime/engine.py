@@ -675,8 +675,8 @@ class Engine:
     def step_profile(self) -> StepProfile | None:
         """The last sampled training iteration, up to the step or the next forward; None before there was one. Times or
         bytes that it has not got itself are those of an earlier one of the same accesses, or 0. Where everything is
-        resident there are no accesses, and it is one interval. Waits for its end. It is of the plan's own chunks, as
-        those are that plans place: ignored parameters are not in it."""
+        resident accesses are of nothing, and intervals end where a chunk's gradients begin and end. Waits for its end.
+        It is of the plan's own chunks, as those are that plans place: ignored parameters are not in it."""
         profile = self.iterations.sampler.profile()
         return None if profile is None else profile.of_first_chunks(len(self.plan.chunks))
 

@@ -360,7 +360,8 @@ class Forwards:
         access = self._accesses.get(id(module))
         if access is not None:
             frame.access = access
-            self._hold(frame, access.ids)
+            # Of parameters beside modules of its own, too: whether their use is met depends on what is there already.
+            self._hold(frame, access.ids or access.covered.get(id(module), ()))
             if id(module) in self._compiled:
                 self._engine.interception.make_plain_for_compiled(frame.ids)
         frame.hooks = self._enter_saved_hooks()

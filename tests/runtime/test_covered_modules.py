@@ -245,6 +245,11 @@ def with_adapters(net: Net) -> None:
         block.up, block.down = Adapted(), Adapted()
 
 
+def adapters_stay(chunk: ChunkSpec, optim_tier: Tier = Tier.GPU) -> ChunkSpec:
+    staying = replace(chunk, param_tier=Tier.GPU, optim_tier=optim_tier, is_persistent=True)
+    return staying if chunk.requires_grad else chunk
+
+
 @pytest.mark.parametrize("has_states", [True, False])
 @pytest.mark.parametrize("change", [as_it_is, with_checkpoints, with_repeats, with_hooks_inside])
 def test_adapters_that_stay_beside_frozen_blocks(change: Callable[[Net], None], has_states: bool) -> None:
@@ -254,16 +259,12 @@ def test_adapters_that_stay_beside_frozen_blocks(change: Callable[[Net], None], 
         has_states: Adapters are updated where they stay; if not, on the host, and the next forward waits for it.
     """
 
-    def place(chunk: ChunkSpec) -> ChunkSpec:
-        optim_tier = Tier.GPU if has_states else Tier.CPU
-        staying = replace(chunk, param_tier=Tier.GPU, optim_tier=optim_tier, is_persistent=True)
-        return staying if chunk.requires_grad else chunk
-
     def changed(net: Net) -> None:
         with_adapters(net)
         change(net)
 
-    training = Training(changed, place=place)
+    optim_tier = Tier.GPU if has_states else Tier.CPU
+    training = Training(changed, place=lambda chunk: adapters_stay(chunk, optim_tier))
     for _ in range(3):
         training.step()
     training.module.reset_stats()
@@ -278,6 +279,25 @@ def test_adapters_that_stay_beside_frozen_blocks(change: Callable[[Net], None], 
     assert stats.misses_of_trace == stats.overflows == 0
     assert stats.fetches + stats.prefetches >= 6
     assert not any(engine.rcache.is_pinned(chunk.id) for chunk in engine.chunks)
+
+
+@pytest.mark.parametrize(("change", "num_parameters"), [(as_it_is, 3), (with_repeats, 2)])
+def test_accesses_beside_adapters_that_stay_are_the_same_in_each_step(
+    change: Callable[[Net], None], num_parameters: int
+) -> None:
+    """Whether a chunk is there already, or the step is recorded, makes no difference to what the trace foresees."""
+
+    def changed(net: Net) -> None:
+        with_adapters(net)
+        change(net)
+
+    training = Training(changed, num_parameters=num_parameters, place=adapters_stay)
+    for _ in range(2):
+        training.step()
+    training.module.reset_stats()
+    for _ in range(2):
+        training.step()
+    assert training.module.stats().misses_of_trace == 0
 
 
 def test_an_error_where_a_block_recomputes_what_is_inside_of_it() -> None:
