@@ -554,7 +554,12 @@ class Planner:
             plan = self._safe_plan(now.model, now.current, budget, regime)
             over_chunks = self.over_chunks(profile, plan) if isinstance(profile, MemoryProfile) else profile
             log.warning(
-                "going on with the smallest plan there is%s: %s", self._excess(plan, budget, over_chunks, regime), error
+                "going on with the smallest plan there is%s: %s%s",
+                self._excess(plan, budget, over_chunks, regime),
+                error,
+                " Where logits are large, use_fused_kernels=True takes less."
+                if self.config.may_fuse and self._counts_activations and error.resource == "GPU"
+                else "",
             )
             binding = "what a step takes beside the chunks: this is the smallest plan there is"
             return with_forecast(plan, over_chunks, self.figures.best, regime, budget, binding=binding)
