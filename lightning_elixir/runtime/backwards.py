@@ -232,7 +232,6 @@ class Backwards:
         sampler, reducer = self._engine.iterations.sampler, self._engine.reducer
         sampler.before_collect()
         if not reducer.has_collected(chunk.id):
-            sampler.grads_complete(reducer.make_room())
             sampler.grads_begin(chunk.id)
         if reducer.collect(chunk, index, parameter):
             sampler.grads_complete((chunk.id,))

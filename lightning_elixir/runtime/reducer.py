@@ -52,10 +52,6 @@ from lightning_elixir.runtime.zero_grads import ZeroGrads
 # Blocks whose reduction or download may be under way before the compute stream waits for the oldest; one more collects.
 _MAX_IN_FLIGHT = GRAD_BLOCKS - 1
 
-# Chunks that may collect at once. In most models it is one or two, but parameters that get no gradient in a step, as of
-# experts without tokens, would have a block each wait until backward ends.
-_MOST_COLLECTING = 4
-
 
 @dataclass
 class _Collected:
@@ -198,7 +194,6 @@ class Reducer:
         try:
             collected = self._collected[chunk_id]
         except KeyError:
-            self.make_room()
             collected = _Collected(self._new_block(chunk), self._expected.get(chunk_id))
             self._collected[chunk_id] = collected
         target = collected.block.as_strided(*chunk.places[index])
@@ -224,23 +219,6 @@ class Reducer:
         with self._waiting():
             self._advance(chunk_id)
         return is_first
-
-    def make_room(self) -> list[int]:
-        """Before the first gradient of a chunk: where too many others lack some, or have got further ones, reduce the
-        first one that can be now. Returns it, if it counts as complete from then on: what it still gets is added."""
-        collecting = [i for i in self._collected if not self._is_block_shard(i)]
-        for chunk_id in collecting if len(collecting) >= _MOST_COLLECTING else ():
-            is_late = chunk_id in self._reduced_now
-            if self._has_peers and (is_late or chunk_id in self._finished):
-                continue  # in order with them
-            with self._waiting():
-                if is_late:
-                    self._reduce(self._chunks[chunk_id], is_late=True)
-                    return []
-                self._finished[chunk_id] = None
-                self._advance(chunk_id)
-            return [chunk_id]
-        return []
 
     def has_collected(self, chunk_id: int) -> bool:
         """Whether a gradient of the chunk has come in this backward."""
@@ -626,13 +604,8 @@ class Reducer:
     def _segments(self, chunk: Chunk) -> Sequence[Segment]:
         return self._groups.segments(chunk.spec)
 
-    def _is_block_shard(self, chunk_id: int) -> bool:
-        """Whether the gradients of a chunk stay where they are collected, or are added to what is on the device."""
-        spec = self._chunks[chunk_id].spec
-        return spec.optim_tier is Tier.GPU and not self._groups.is_shared(spec)
-
     def _new_block(self, chunk: Chunk) -> Tensor:
-        if self._is_block_shard(chunk.id):
+        if not self._groups.is_shared(chunk.spec) and chunk.spec.optim_tier is Tier.GPU:
             # It becomes the gradient shard, and stays while activations go: it comes from the memory that they leave.
             return torch.empty(chunk.spec.numel, dtype=chunk.dtype, device=self._device.torch_device)
         block = torch.empty(0, dtype=chunk.dtype, device=self._device.torch_device)

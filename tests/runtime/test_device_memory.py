@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_elixir import HybridAdam
 from lightning_elixir.plan.regime import TrainingRegime
@@ -17,7 +15,6 @@ from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.metered import use_metered_device
 from tests.helpers.plans import make_plan
 from tests.helpers.tiers import telling
-from tests.helpers.training import new_optimizer
 from tests.plan.problems import HARDWARE
 
 KIB = 1024
@@ -101,56 +98,4 @@ def test_the_highest_moment_is_what_is_counted(
     tolerance = blocks_apart * max(c.nbytes for c in plan.chunks)
     assert 0 <= timeline.peak_gpu_bytes - device.most_bytes <= tolerance + foreign
     assert max(point.total_bytes for point in timeline.memory) <= timeline.peak_gpu_bytes
-    module.close()
-
-
-class Experts(nn.Module):
-    """Of each layer, one for every token; the others get no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gates = nn.ModuleList(nn.Linear(16, 8, bias=False) for _ in range(6))
-        self.experts = nn.ModuleList(
-            nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(8))
-            for _ in range(6)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for gate, experts in zip(self.gates, self.experts, strict=True):
-            weights, chosen = gate(x).softmax(-1).max(-1)
-            out = torch.zeros_like(x)
-            for number, expert in enumerate(experts):
-                (hit,) = torch.nonzero(chosen == number, as_tuple=True)
-                if len(hit):
-                    out = out.index_add(0, hit, weights[hit, None] * expert(x[hit]))
-            x = x + out
-        return x
-
-
-def losses(model: nn.Module) -> Iterator[Tensor]:
-    for seed in range(4):
-        yield model(torch.randn(5, 16, generator=torch.Generator().manual_seed(seed))).square().mean()
-
-
-def test_experts_without_tokens_do_not_fill_the_device_with_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model = Experts()
-    plain = copy.deepcopy(model)
-    optimizer = new_optimizer(list(plain.parameters()), 1e-3)
-    for loss in losses(plain):
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    device = use_metered_device(monkeypatch)
-    plan = make_plan(model, placement_policy="cpu", chunk_size=10 * KIB)
-    module = ElixirModule(model, plan)
-    ours = ElixirOptimizer(module, new_optimizer(list(model.parameters()), 1e-3))
-    for loss in losses(module):  # blocks alone are counted
-        ours.backward(loss)
-        ours.step()
-        ours.zero_grad()
-    assert len(plan.chunks) >= 20
-    assert device.most_bytes <= (plan.rcache_blocks + 5) * plan.block_bytes
-    state = module.full_state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
     module.close()
