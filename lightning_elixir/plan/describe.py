@@ -22,8 +22,8 @@ def describe_placement(chunks: Sequence[ChunkSpec], blocks: int, depth: int) -> 
     kept = sum(c.is_persistent for c in chunks)
     if kept == n and states == len(trained):
         return f"everything on the GPU ({n} chunks)"
-    some = f"{len(trained)} {'trained ' * (len(trained) != n)}chunk{'s' * (len(trained) != 1)}"
-    some += f" ({n} in all)" if len(trained) != n else ""
+    plural = "" if len(trained) == 1 else "s"
+    some = f"{n} chunk{plural}" if len(trained) == n else f"{len(trained)} trained chunk{plural} ({n} in all)"
     parts = [f"states of {states} of {some} on the GPU"]
     streamed = sum(c.is_update_streamed for c in trained)
     nvme = sum(c.optim_tier is Tier.NVME for c in trained)

@@ -45,6 +45,15 @@ MOST_RESERVED_PART = 4
 """No more than that part of it is left in all, however small the host."""
 
 
+def has_grad_block(chunk: ChunkSpec, num_sharing: int) -> bool:
+    """Whether gradients are gathered in one of the blocks, and not in what becomes the shard, or is added to it.
+
+    Args:
+        num_sharing: Ranks that share the chunk.
+    """
+    return chunk.requires_grad and (chunk.optim_tier is not Tier.GPU or num_sharing > 1)
+
+
 def num_grad_blocks(chunks: Iterable[ChunkSpec], world_size: int, arrivals: Iterable[int] = ()) -> int:
     """How many such blocks a rank has, no more than chunks that train. Of several ranks one may be a chunk ahead of the
     others, so that a further block waits for them (seen: two H200s, experts of 768 MiB).
@@ -416,8 +425,8 @@ class Scheme:
         return self.shard_numel(chunk) * (width.compute if self.regime.most_backwards == 2 else width.grad)
 
     def has_grad_block(self, chunk: ChunkSpec) -> bool:
-        """Whether gradients are gathered in one of the blocks, and not in what becomes the shard, or is added to it."""
-        return chunk.requires_grad and (chunk.optim_tier is not Tier.GPU or self.num_sharing(chunk) > 1)
+        """As the function of that name."""
+        return has_grad_block(chunk, self.num_sharing(chunk))
 
     def added_grad_bytes(self, chunks: Sequence[ChunkSpec], arrivals: Iterable[int] = ()) -> int:
         """Device memory, while backward runs, of gradients that are added to shards there by the rank itself, and of

@@ -6,9 +6,10 @@ Two levels. A `MemoryProfile` speaks of parameters by name and needs no chunks: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from lightning_elixir.plan.activations import NO_MOVES, ActivationMoves
@@ -210,6 +211,18 @@ class Margin:
         return max(0, int((nbytes - self.fixed_bytes) / (1 + self.part)))
 
 
+def first_gradients(arrivals: Iterable[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Of each interval, the chunks that get their first gradient in it.
+
+    Args:
+        arrivals: As in `StepInterval`, of each.
+    """
+    known = set[int]()
+    for of_interval in arrivals:
+        yield tuple(i for i in dict.fromkeys(of_interval) if i not in known)
+        known.update(of_interval)
+
+
 @dataclass(frozen=True)
 class StepProfile:
     """One forward and backward over chunks."""
@@ -241,18 +254,13 @@ class StepProfile:
     def course(self) -> Course:
         """What it takes when."""
         moments: list[tuple[tuple[int, ...], int]] = [((), 0)]
-        known = set[int]()
-        order: list[int] = []
-        for interval in self.intervals:
-            arrivals = interval.arrivals or tuple(i for i in interval.grads for _ in range(2))
-            begun = tuple(i for i in dict.fromkeys(arrivals) if i not in known)
-            known.update(begun)
-            order.extend(arrivals)
+        arrivals = [i.arrivals or tuple(chunk for chunk in i.grads for _ in range(2)) for i in self.intervals]
+        for interval, begun in zip(self.intervals, first_gradients(arrivals), strict=True):
             if begun:
                 moments.append((begun, interval.non_model_bytes))
             elif interval.non_model_bytes > moments[-1][1]:
                 moments[-1] = (moments[-1][0], interval.non_model_bytes)
-        return Course(tuple(moments), tuple(order))
+        return Course(tuple(moments), tuple(chain.from_iterable(arrivals)))
 
     def of_first_chunks(self, count: int) -> StepProfile:
         """The same without what is done with chunks beyond so many."""

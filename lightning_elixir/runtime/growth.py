@@ -30,9 +30,9 @@ from collections.abc import Callable, Mapping
 
 from lightning_elixir.core.device import Device
 from lightning_elixir.plan.growth_estimate import GrowthModel, StepMemory, needed_blocks, outgrowth
-from lightning_elixir.plan.memory import num_grad_blocks
+from lightning_elixir.plan.memory import has_grad_block, num_grad_blocks
 from lightning_elixir.plan.rcache import RCache
-from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, Plan, Tier
+from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -263,7 +263,8 @@ class Growth:
         if model is None and self._sample is not None:
             grads = {i: self._grad_bytes(i, has_earlier_grads) for i, c in enumerate(self._plan.all_chunks)}
             plan, sample = self._plan, self._sample
-            gathered = [c for c in plan.chunks if c.requires_grad and (has_earlier_grads or self._has_block(c))]
+            trained = [c for c in plan.chunks if c.requires_grad]
+            gathered = [c for c in trained if has_earlier_grads or has_grad_block(c, plan.num_sharing(c))]
             largest = max((plan.blocks_of(c.id) for c in gathered), default=0)
             num_blocks = num_grad_blocks(gathered, plan.world_size, sample.arrivals)
             model = GrowthModel(sample, grads, num_blocks * largest * plan.block_bytes)
@@ -271,10 +272,6 @@ class Growth:
         if model is None:
             raise ValueError("no step has been sampled")
         return model
-
-    def _has_block(self, chunk: ChunkSpec) -> bool:
-        """As `Scheme.has_grad_block`, where nothing is added to."""
-        return chunk.optim_tier is not Tier.GPU or self._plan.num_sharing(chunk) > 1
 
     def _grad_bytes(self, chunk_id: int, has_earlier_grads: bool) -> int:
         """What the gradient shard of a chunk adds to the device in one backward."""

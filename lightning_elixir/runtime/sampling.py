@@ -14,7 +14,7 @@ from itertools import chain
 
 from lightning_elixir.core.device import Device, Mark
 from lightning_elixir.plan.growth_estimate import StepMemory
-from lightning_elixir.plan.profile import StepInterval, StepProfile
+from lightning_elixir.plan.profile import StepInterval, StepProfile, first_gradients
 from lightning_elixir.plan.types import AccessTrace, Acquire
 
 
@@ -306,12 +306,8 @@ class StepSampler:
         return memory
 
     def _memory_of(self, peaks: Sequence[int]) -> StepMemory:
-        known = set[int]()
-        begun = []
-        for arrivals in self._arrivals:
-            begun.append(tuple(i for i in dict.fromkeys(arrivals) if i not in known))
-            known.update(arrivals)
-        return StepMemory(tuple(self._levels), tuple(peaks), tuple(begun), tuple(chain(*self._arrivals)))
+        begun = tuple(first_gradients(self._arrivals))
+        return StepMemory(tuple(self._levels), tuple(peaks), begun, tuple(chain.from_iterable(self._arrivals)))
 
     def abandon(self) -> None:
         """Forget the iteration under way."""

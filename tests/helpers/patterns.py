@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -300,6 +301,24 @@ def train_ranks(
     seen = None if look is None else look(module, optimizer)
     module.close()
     return losses, norms, state, {"evictions": stats.evictions, "fetches": stats.fetches}, seen
+
+
+def check_equal(runs: list[Any], plain: Any, tolerance: float) -> None:
+    """Every rank's losses, norms and weights are those of one process, weights of all ranks the same bits, and chunks
+    have come and gone.
+
+    Args:
+        runs: What `train_ranks` gives, of each rank.
+        plain: What `train_plain` gives.
+        tolerance: Absolute.
+    """
+    losses, norms, state = plain
+    for run in runs:
+        assert run[0] == pytest.approx(losses, abs=tolerance)
+        assert run[1] == pytest.approx(norms, abs=tolerance)
+        assert difference(run[2], state) < tolerance
+        assert difference(run[2], runs[0][2]) == 0
+        assert run[3]["evictions"] > 0
 
 
 def difference(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

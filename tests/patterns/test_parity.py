@@ -27,7 +27,7 @@ from lightning_elixir.runtime.averages import Averages
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.once import computed_once
-from tests.helpers.patterns import IN_PARTS, Case, Language, difference, train_plain, train_ranks
+from tests.helpers.patterns import IN_PARTS, Case, Language, check_equal, difference, train_plain, train_ranks
 from tests.helpers.plans import make_plan
 from tests.helpers.ranks import sent_up
 from tests.helpers.tiers import telling
@@ -70,14 +70,7 @@ def plain_of(name: str) -> Any:
 @pytest.mark.parametrize("name", telling(CASES, "tensor_tied", "expert_without_tokens"))
 def test_equals_one_process_with_all_batches(name: str) -> None:
     world, case = CASES[name]
-    losses, norms, state = plain_of(name)
-    runs = run_ranks(train_ranks, world, case)
-    for run in runs:
-        assert run[0] == pytest.approx(losses, abs=CLOSE)
-        assert run[1] == pytest.approx(norms, abs=CLOSE)
-        assert difference(run[2], state) < CLOSE
-        assert difference(run[2], runs[0][2]) == 0
-        assert run[3]["evictions"] > 0
+    check_equal(run_ranks(train_ranks, world, case), plain_of(name), CLOSE)
 
 
 @pytest.mark.parametrize("name", telling(["tensor", "both"], "tensor"))
