@@ -537,8 +537,13 @@ def is_device_in_use() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def release_cached_memory(device: torch.device) -> None:
-    """Give back what torch keeps of the device's memory without using it, and the workspaces of its libraries."""
+def release_cached_memory(device: torch.device, *, with_workspaces: bool = True) -> None:
+    """Give back what torch keeps of the device's memory without using it.
+
+    Args:
+        with_workspaces: And those of its libraries: not while another thread computes.
+    """
     if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()
+        if with_workspaces:
+            torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()

@@ -8,8 +8,7 @@ of all, and a driver locks for one process after the other, while its other call
 model of 30e9 parameters in 15 s, with masters locked in 20, with moments too in 24: seen). Memory is made for the plan
 in force; what the next one does not need is given back. To unlock and give back what chunks leave takes nearly as long
 as to copy them, so threads do that as well. Where a device's memory is given back again and again it may stay instead
-(`keep`): the next time it is there, and locked. Threads fill it with zeros meanwhile: on the way, that took a fifth of
-the time.
+(`keep`): the next time it is there, and locked, and filled with zeros only where no values are to come.
 
 Two threads ask for pages, with those that torch starts for them, behind all other work of the process; a third one
 locks them, behind nothing. States whose memory is made before a plan is final are not locked until then (before that,
@@ -95,7 +94,7 @@ class HostMemory:
         self._lock = DeferringLock()
         self._pieces: defaultdict[_Size, list[_Piece]] = defaultdict(list)
         self._freeing: list[Task] = []
-        self._kept: defaultdict[_Size, list[_Kept]] = defaultdict(list)
+        self._kept: defaultdict[_Size, list[Tensor]] = defaultdict(list)
 
     def prepare(self, extents: Iterable[Extent]) -> None:
         """Have such tensors made by threads, in this order, for `zeros` to come; while little memory is free, none."""
@@ -150,40 +149,40 @@ class HostMemory:
             locked[extent.size] -= 1
         self.prepare(missing)
 
-    def zeros(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
+    def zeros(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True, is_overwritten: bool = False) -> Tensor:
         """1-D zeros; see `Device.host_zeros`. Where little memory is free and none of these is there, what was prepared
-        goes back first: it may be of other sizes, for a plan that is not in force any more."""
+        goes back first: it may be of other sizes, for a plan that is not in force any more.
+
+        Args:
+            is_overwritten: All of it will be written before it is read, so it may hold anything.
+        """
         extent = Extent(numel, dtype, is_locked)
         piece = self._taken(extent)
         tensor = None if piece is None else piece.wait()
+        is_blank = piece is not None and not piece.was_kept
+        if tensor is None:
+            tensor, is_blank = self._taken_of_kept(extent.size), False
         if tensor is not None:
             if is_locked:
                 self._device.lock(tensor)  # nothing, where it is
-            return tensor
-        tensor = self._taken_of_kept(extent)
-        if tensor is not None:
-            return tensor
+            return tensor if is_blank or is_overwritten else tensor.zero_()
         if (self._pieces or self._kept) and available_host_bytes() < bytes_of([extent]) + self._least_free_bytes:
             self.let_go()
         return self._device.host_zeros(numel, dtype, is_locked=is_locked)
 
-    def _ahead(self, extent: Extent) -> Tensor | None:
-        """One that was asked for ahead, not locked if it is new; None: too little memory is free."""
-        tensor = self._taken_of_kept(extent._replace(is_locked=False))
-        if tensor is None and available_host_bytes() >= bytes_of([extent]) + self._least_free_bytes:
-            tensor = self._device.host_zeros(extent.numel, extent.dtype, is_locked=False)
-        return tensor
+    def _ahead(self, extent: Extent) -> _Made:
+        """One that was asked for ahead, not locked if it is new; none if too little memory is free."""
+        kept = self._taken_of_kept(extent.size)
+        if kept is not None:
+            return _Made(kept, was_kept=True)
+        if available_host_bytes() < bytes_of([extent]) + self._least_free_bytes:
+            return _Made(None)
+        return _Made(self._device.host_zeros(extent.numel, extent.dtype, is_locked=False))
 
-    def _taken_of_kept(self, extent: Extent) -> Tensor | None:
+    def _taken_of_kept(self, size: _Size) -> Tensor | None:
         with self._lock:
-            of_size = self._kept.get(extent.size)
-            kept = of_size.pop(0) if of_size else None
-        if kept is None:
-            return None
-        tensor = kept.taken()
-        if extent.is_locked:
-            self._device.lock(tensor)
-        return tensor
+            of_size = self._kept.get(size)
+            return of_size.pop() if of_size else None
 
     def _taken(self, extent: Extent) -> _Piece | None:
         """One that is there; or else the last one that was asked for, so that the threads go on with the first ones
@@ -211,7 +210,7 @@ class HostMemory:
             return sum(begun) + self._kept_bytes()
 
     def _kept_bytes(self) -> int:
-        return sum(kept.tensor.nbytes for of_size in self._kept.values() for kept in of_size)
+        return sum(tensor.nbytes for of_size in self._kept.values() for tensor in of_size)
 
     def free(self, tensors: list[Tensor]) -> None:
         """Have a thread forget these: the memory of those that nothing else refers to is given back.
@@ -237,7 +236,7 @@ class HostMemory:
             room = most_bytes - self._kept_bytes()
             for of_size in self._kept.values():
                 while room < 0 and of_size:
-                    others.append(of_size.pop().unfilled())
+                    others.append(of_size.pop())
                     room += others[-1].nbytes
             while tensors:
                 tensor = tensors.pop()
@@ -245,8 +244,7 @@ class HostMemory:
                 # One that was made in inference mode may not be written to outside of it.
                 if is_free and tensor.nbytes <= room and not tensor.is_inference():
                     room -= tensor.nbytes
-                    filling = self._worker.submit(partial(_fill_with_zeros, tensor))
-                    self._kept[tensor.numel(), tensor.dtype].append(_Kept(tensor, filling))
+                    self._kept[tensor.numel(), tensor.dtype].append(tensor)
                 else:
                     others.append(tensor)
                 del tensor  # or the next turn would find it in use
@@ -272,7 +270,7 @@ class HostMemory:
     def let_go(self) -> None:
         """As `drop`, and give back what has stayed as well."""
         with self._lock:
-            tensors = [kept.unfilled() for of_size in self._kept.values() for kept in of_size]
+            tensors = [tensor for of_size in self._kept.values() for tensor in of_size]
             self._kept.clear()
         if tensors:
             self.free(tensors)
@@ -280,36 +278,16 @@ class HostMemory:
         self.drop()
 
     def _rest(self) -> None:
-        """End the threads, unless they still fill what stays: that is not waited for."""
-        if not all(kept.filling.is_over() for of_size in self._kept.values() for kept in of_size):
-            return
         self._worker.rest()
         self._locker.rest()
 
 
-class _Kept(NamedTuple):
-    """What stays."""
+class _Made(NamedTuple):
+    """What a thread has made ahead."""
 
-    tensor: Tensor
-    filling: Task
-    """With zeros."""
-
-    def unfilled(self) -> Tensor:
-        """The tensor, which need not be filled any more."""
-        self.filling.cancel()
-        return self.tensor
-
-    def taken(self) -> Tensor:
-        """The tensor, full of zeros. Does not wait for what has not begun: threads of the worker ask as well."""
-        self.filling.cancel()
-        self.filling.join()
-        if self.filling.error is not None:
-            _fill_with_zeros(self.tensor)
-        return self.tensor
-
-
-def _fill_with_zeros(tensor: Tensor) -> None:
-    tensor.zero_()
+    tensor: Tensor | None
+    was_kept: bool = False
+    """It holds what it held before, and not zeros."""
 
 
 def _has_own_memory(tensor: Tensor) -> bool:
@@ -331,10 +309,10 @@ def _beside_others(device: torch.device) -> Iterator[None]:
 class _Piece:
     """One tensor that was asked for ahead, and that a thread of the worker makes."""
 
-    def __init__(self, device: Device, extent: Extent, make: Callable[[], Tensor | None], worker: Worker) -> None:
+    def __init__(self, device: Device, extent: Extent, make: Callable[[], _Made], worker: Worker) -> None:
         self._device = device
         self._extent = extent
-        self._make_tensor = make
+        self._make = make
         self._is_wanted = True
         self.locking: Task | None = None
         """What locks it, if that shall be."""
@@ -342,7 +320,9 @@ class _Piece:
         """It is being made, or there."""
         self.tensor: Tensor | None = None
         """Once it is there; it may have to be locked yet."""
-        self._task = worker.submit(self._make)  # last: it may begin at once
+        self.was_kept = False
+        """See `_Made`."""
+        self._task = worker.submit(self._run)  # last: it may begin at once
 
     def lock_behind(self, locker: Worker) -> None:
         """Have it locked when it is there."""
@@ -363,11 +343,11 @@ class _Piece:
     def nbytes(self) -> int:
         return bytes_of([self._extent])
 
-    def _make(self) -> None:
+    def _run(self) -> None:
         self.is_begun = True
         try:
-            tensor = self._make_tensor()
-            self.tensor = tensor if self._is_wanted else None
+            made = self._make()
+            self.tensor, self.was_kept = made.tensor if self._is_wanted else None, made.was_kept
         finally:
             self.is_begun = self.tensor is not None
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,10 +20,13 @@ from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, Piece
 class Zeros(Protocol):
     """Makes 1-D tensors of zeros on a device, in host memory or without memory."""
 
-    def __call__(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
+    def __call__(
+        self, numel: int, dtype: torch.dtype, *, is_locked: bool = True, is_overwritten: bool = False
+    ) -> Tensor:
         """
         Args:
             is_locked: Of host memory: whether it is page-locked.
+            is_overwritten: Of host memory: it may hold anything, as all of it will be written before it is read.
         """
 
 
@@ -93,18 +97,28 @@ class AdamStates:
         """Make the moments if there are none yet.
 
         Args:
-            is_coming: There are values to come from the device.
+            is_coming: There are values to come from the device, of the segments that have states.
         """
         if not self.moments:
-            self.moments = self._new(is_locked=is_coming or self.is_sent)
-            self._fresh = set() if self.on_disk is not None else set(range(len(self.places)))
+            self.moments = self._new(is_locked=is_coming or self.is_sent, is_overwritten=is_coming)
+            if is_coming:
+                for moment in self.moments:
+                    self._clear_gaps(moment)
+            is_fresh = self.on_disk is None and not is_coming
+            self._fresh = set(range(len(self.places))) if is_fresh else set()
+
+    def _clear_gaps(self, moment: Tensor) -> None:
+        """Write zeros between the segments."""
+        for place, start, end in zip(self.places, self._starts, [*self._starts[1:], moment.numel()], strict=True):
+            moment[start + place.numel : end].zero_()
 
     def allocate_spares(self) -> None:
         """Make a second set, if there is none yet."""
         self.spares = self.spares or self._new(is_locked=self.is_sent)
 
-    def _new(self, *, is_locked: bool) -> tuple[Tensor, ...]:
-        return tuple(self._zeros(self.numel, self._dtype, is_locked=is_locked) for _ in MOMENTS)
+    def _new(self, *, is_locked: bool, is_overwritten: bool = False) -> tuple[Tensor, ...]:
+        make = partial(self._zeros, self.numel, self._dtype, is_locked=is_locked, is_overwritten=is_overwritten)
+        return tuple(make() for _ in MOMENTS)
 
     @property
     def is_on_device(self) -> bool:

@@ -11,12 +11,15 @@ free space.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lightning_elixir.core.device import release_cached_memory, working_on
 from lightning_elixir.core.host_memory import Extent, bytes_of
+from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.memory import has_params_on_nvme, problem_of_places
 from lightning_elixir.plan.moving import order_of_moves
@@ -75,7 +78,7 @@ def move_chunks(
     wanted = [_to_come(engine, engine.chunks[number], plan.all_chunks[number], before) for number in order]
     wanted = [e if bytes_of(e) >= _WORTH_A_THREAD_BYTES and not is_leaving else [] for e in wanted]
     engine.host_room.begin()
-    left = list[Tensor]()
+    left, unmapping = list[Tensor](), _Unmapping(engine.device.torch_device)
     for place in engine.host_memory.in_turn(wanted, CHUNKS_AHEAD):
         number = order[place]
         chunk = engine.chunks[number]
@@ -93,10 +96,36 @@ def move_chunks(
             engine.host_memory.free(on_host)  # of that, what is not in the new place as well
         del on_host
         chunk.free_released()  # what an optimizer steps over was a part of the replica until now
+        if changes[number][0] < 0:
+            unmapping.begin()
+    unmapping.end()
     if left:
         engine.device.synchronize()  # which may still read it
     engine.host_memory.keep(left, most_kept_bytes)
     engine.host_memory.settle()  # and not more: what was made ahead for optimizer states waits for them
+
+
+class _Unmapping:
+    """Gives what chunks have left of a device's memory back, beside the copies of the next ones: it takes 0.3 s for 80
+    GiB, a fifth of the copies.
+
+    Args:
+        device: The compute device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._give_back = partial(release_cached_memory, device, with_workspaces=False)
+        self._worker = Worker("elixir-unmapping", context=partial(working_on, device))
+        self._task: Task | None = None
+
+    def begin(self) -> None:
+        """Chunks have left, unless the last call's part is still under way: then it goes with the next one's."""
+        if self._task is None or self._task.is_over():
+            self._task = self._worker.submit(self._give_back)
+
+    def end(self) -> None:
+        """Wait for it; what is left is for the caller."""
+        self._worker.rest()
 
 
 def _to_come(engine: Engine, chunk: Chunk, spec: ChunkSpec, before: ShardStore) -> list[Extent]:

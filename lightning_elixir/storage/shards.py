@@ -173,16 +173,19 @@ class ShardStore:
         """1-D uninitialised tensor on `tier`; for NVMe one without memory, on `meta`."""
         if tier is Tier.GPU:
             return torch.empty(numel, dtype=dtype, device=self._device.torch_device)
-        return self.zeros(numel, dtype, tier)
+        return self.zeros(numel, dtype, tier, is_overwritten=True)
 
-    def zeros(self, numel: int, dtype: torch.dtype, tier: Tier, *, is_locked: bool = True) -> Tensor:
+    def zeros(
+        self, numel: int, dtype: torch.dtype, tier: Tier, *, is_locked: bool = True, is_overwritten: bool = False
+    ) -> Tensor:
         """As `empty`, zeros.
 
         Args:
             is_locked: Of host memory: as for `Device.host_zeros`.
+            is_overwritten: Of host memory: as for `HostMemory.zeros`.
         """
         if tier is Tier.CPU:
-            return self.memory.zeros(numel, dtype, is_locked=is_locked)
+            return self.memory.zeros(numel, dtype, is_locked=is_locked, is_overwritten=is_overwritten)
         device = self._device.torch_device if tier is Tier.GPU else "meta"
         return torch.zeros(numel, dtype=dtype, device=device)
 
@@ -195,10 +198,10 @@ class ShardStore:
         return Extent(self.optim_numel(spec), dtype, is_coming or spec.is_update_streamed)
 
     def new_master(self, spec: ChunkSpec, dtype: torch.dtype, *, is_coming: bool = False) -> Tensor:
-        """Zeros in host memory, uninitialised elsewhere; see `master_extent`."""
+        """Zeros in host memory where no values are to come, uninitialised elsewhere; see `master_extent`."""
         if spec.optim_tier is Tier.CPU:
             extent = self.master_extent(spec, dtype, is_coming=is_coming)
-            return self.memory.zeros(extent.numel, extent.dtype, is_locked=extent.is_locked)
+            return self.memory.zeros(extent.numel, extent.dtype, is_locked=extent.is_locked, is_overwritten=is_coming)
         return self.empty(self.optim_numel(spec), dtype, spec.optim_tier)
 
     def checkpoint_memory(self) -> MappedMemory | None:

@@ -387,19 +387,13 @@ def test_what_stays_is_let_go(memory: HostMemory, monkeypatch: pytest.MonkeyPatc
     assert memory.bytes_begun() == 0
 
 
-def test_nobody_waits_for_the_filling(memory: HostMemory, device: Device) -> None:
-    device.gate.clear()
-    memory.prepare([Extent(5, torch.float32)] * 2)  # both threads are busy
-    _until(lambda: device.num_begun == 2)
-    left = [memory.zeros(*FLOATS[:2]).fill_(1.0) for _ in range(3)]
-    memory.keep(left, 2**20)
+def test_what_is_overwritten_is_given_as_it_is(memory: HostMemory, device: Device) -> None:
+    _kept(memory)
+    kept = memory.zeros(*FLOATS[:2], is_overwritten=True)
     memory.prepare([UNLOCKED])
-    assert not memory.zeros(*FLOATS[:2]).any()
+    _until(lambda: memory.bytes_ahead() == 8000)
+    prepared = memory.zeros(*FLOATS[:2], is_overwritten=True)
     assert device.num_by_caller == 3
-    opening = threading.Timer(1.0, device.gate.set)
-    opening.start()
-    memory.drop()
-    assert not device.gate.is_set()
-    memory.let_go()
-    assert memory.bytes_begun() == 0
-    opening.join()
+    assert kept.all()
+    assert prepared.all()
+    assert not memory.zeros(*FLOATS[:2]).any()
