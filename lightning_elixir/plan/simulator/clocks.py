@@ -19,7 +19,8 @@ class Busy:
     nvme_s: float = 0.0
     update_waiting_s: float = 0.0
     """The compute stream waits for updates."""
-    fetched_bytes: int = 0
+    host_bytes: int = 0
+    """Copies and sums of gradients read and write them in host memory."""
 
     def repeated(self, once: Busy, times: int) -> Busy:
         """What it would be if all that came after `once` were done so many times. Only `once` waits for updates."""
@@ -29,7 +30,7 @@ class Busy:
             d2h_s=once.d2h_s + times * (self.d2h_s - once.d2h_s),
             collective_s=once.collective_s + times * (self.collective_s - once.collective_s),
             nvme_s=once.nvme_s + times * (self.nvme_s - once.nvme_s),
-            fetched_bytes=once.fetched_bytes + times * (self.fetched_bytes - once.fetched_bytes),
+            host_bytes=once.host_bytes + times * (self.host_bytes - once.host_bytes),
         )
 
 

@@ -26,6 +26,10 @@ def is_time_known(plan: Plan, hardware: HardwareSpec) -> bool:
     return hardware.nvme_adam_numel_per_s is not None or not any(map(uses_nvme, plan.chunks))
 
 
+_ADAM_BYTES = 28
+"""Read and written for one element by an update on the host: see `Costs.update_traffic_bytes`."""
+
+
 @dataclass(frozen=True)
 class FetchCosts:
     """Of one fetch of a chunk."""
@@ -54,6 +58,8 @@ class ChunkCosts:
     stream_s: tuple[int, float, float]
     spread_s: float
     update_traffic_bytes: int
+    sum_s: float
+    sum_traffic_bytes: int
     handling_s: float
 
 
@@ -83,6 +89,8 @@ class Costs:
             stream_s=self.stream_s(chunk) if chunk.is_update_streamed else (0, 0.0, 0.0),
             spread_s=self.spread_s(chunk),
             update_traffic_bytes=self.update_traffic_bytes(chunk),
+            sum_s=self.sum_s(chunk),
+            sum_traffic_bytes=self.sum_traffic_bytes(chunk),
             handling_s=self.handling_s(chunk),
         )
 
@@ -183,6 +191,30 @@ class Costs:
         if is_on_nvme(chunk):  # the disk writes them to host memory, and reads them there
             states *= 2
         return states + (each + data.compute) * self.scheme.shard_numel(chunk)
+
+    def sum_s(self, chunk: ChunkSpec) -> float:
+        """The host adds up the gradients of several micro-batches: of one of them, on average."""
+        rate = self.hardware.host_bytes_per_s
+        if rate is None:  # as in updates, which move that many bytes
+            rate = _ADAM_BYTES * self.hardware.cpu_adam_numel_per_s
+        return self._added_bytes(chunk) / rate
+
+    def sum_traffic_bytes(self, chunk: ChunkSpec) -> int:
+        """Bytes that are read and written for that in host memory, and those of gradients that land there beside what
+        `update_traffic_bytes` has; of one micro-batch, on average."""
+        num = self.scheme.regime.num_backwards
+        landed = self.scheme.shard_numel(chunk) * self.scheme.data_bytes[chunk.dtype].compute * (num - 1) // num
+        added = self._added_bytes(chunk)
+        return landed + added if added else 0
+
+    def _added_bytes(self, chunk: ChunkSpec) -> int:
+        """The first gradient is widened, where it is narrower than the sum; each further one is added to that."""
+        num, data = self.scheme.regime.num_backwards, self.scheme.data_bytes[chunk.dtype]
+        is_on_host = chunk.requires_grad and chunk.optim_tier is not Tier.GPU and not has_params_on_nvme(chunk)
+        if num == 1 or not is_on_host:
+            return 0
+        first = data.compute + data.grad if data.grad > data.compute else 0
+        return self.scheme.shard_numel(chunk) * (first + (num - 1) * (data.compute + 2 * data.grad)) // num
 
     def handling_s(self, chunk: ChunkSpec) -> float:
         """The host's work to have a chunk moved and updated in a step, as far as threads of Python do it, at most: a

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_elixir.plan.activations import NO_MOVES, ActivationMoves
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
+from lightning_elixir.plan.memory import STAGING_BUFFERS
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.simulator.clocks import Clocks
 from lightning_elixir.plan.simulator.cost import ChunkCosts
@@ -55,6 +57,7 @@ class ForwardBackward:
         self._ready: dict[int, float] = {}
         self._held_up: dict[int, float] = {}  # seconds that a fetch began later because of its chunk's update
         self._reductions: list[float] = []  # ends, of those that may still be under way
+        self._sums: deque[float] = deque(maxlen=STAGING_BUFFERS)  # ends of the last additions in host memory
         self._reduced_s = 0.0  # the last one of a chunk with states on the device
 
     def spread(self) -> None:
@@ -102,6 +105,12 @@ class ForwardBackward:
         )
         return clocks.now_s - begin_s
 
+    def wait_for_sums(self) -> float:
+        """The last gradient is added to those of earlier micro-batches; returns the seconds that this takes."""
+        begin_s = self._clocks.now_s
+        self._clocks.wait(max(self._sums, default=0.0), "wait for gradients")
+        return self._clocks.now_s - begin_s
+
     def _bring_activations(self, moves: ActivationMoves) -> None:
         """An interval begins: what it needs of host memory is there, and what is needed later begins to come."""
         clocks = self._clocks
@@ -112,7 +121,7 @@ class ForwardBackward:
             begin_s, end_s = clocks.h2d.reserve(max(clocks.activations_in.free_s, clocks.now_s), seconds)
             clocks.activations_in.free_s = end_s
             clocks.busy.h2d_s += seconds
-            clocks.busy.fetched_bytes += moves.in_bytes
+            clocks.busy.host_bytes += moves.in_bytes
             clocks.record.span("h2d", begin_s, end_s, "activations")
 
     def _send_activations(self, moves: ActivationMoves) -> None:
@@ -125,7 +134,7 @@ class ForwardBackward:
         begin_s, end_s = clocks.d2h.reserve(clocks.now_s, seconds)
         clocks.activations_out.free_s = end_s
         clocks.busy.d2h_s += seconds
-        clocks.busy.fetched_bytes += moves.out_bytes
+        clocks.busy.host_bytes += moves.out_bytes
         clocks.record.span("d2h", begin_s, end_s, "activations")
 
     def _activation_s(self, rate: BandwidthCurve, nbytes: int, other: Bus) -> float:
@@ -160,7 +169,7 @@ class ForwardBackward:
         costs = self._costs[chunk_id]
         fetch = costs.fetch_outdated if is_outdated else costs.fetch
         upload_s = fetch.upload_s
-        busy.fetched_bytes += fetch.host_bytes
+        busy.host_bytes += fetch.host_bytes
         done_s = clocks.now_s
         if chunk_id in backlog:
             done_s = backlog.done_s(chunk_id, clocks.now_s)
@@ -219,9 +228,12 @@ class ForwardBackward:
             download_s *= self._duplex_slowdown
         reduced_s = start_s + reduce_s
         clocks.backlog.advance(clocks.now_s)
-        down_s, end_s = clocks.d2h.reserve(reduced_s, download_s)
+        is_added = costs.sum_s > 0
+        has_buffer_s = self._sums[0] if is_added and len(self._sums) == STAGING_BUFFERS else 0.0
+        down_s, end_s = clocks.d2h.reserve(max(reduced_s, has_buffer_s), download_s)
         clocks.reduce.free_s = end_s
-        stored_s = clocks.use_disk(end_s, costs.grad_store_s, "store gradients", chunk_id)
+        landed_s = self._add_up(chunk_id, end_s) if is_added else end_s
+        stored_s = clocks.use_disk(landed_s, costs.grad_store_s, "store gradients", chunk_id)
         clocks.busy.d2h_s += download_s
         clocks.busy.collective_s += reduce_s
         if clocks.record.is_detailed:
@@ -233,4 +245,13 @@ class ForwardBackward:
         if chunk.optim_tier is Tier.GPU:
             self._reduced_s = end_s
         else:
-            self._updates.land(chunk, end_s, stored_s)
+            self._updates.land(chunk, landed_s, stored_s)
+
+    def _add_up(self, chunk_id: int, from_s: float) -> float:
+        """A thread adds a gradient in host memory to what earlier micro-batches have brought; returns the end."""
+        costs = self._costs[chunk_id]
+        end_s = max(from_s, *self._sums, 0.0) + costs.sum_s
+        self._sums.append(end_s)
+        self._clocks.busy.host_bytes += costs.sum_traffic_bytes
+        self._clocks.record.span("cpu", end_s - costs.sum_s, end_s, f"add up {chunk_id}")
+        return end_s

@@ -155,7 +155,7 @@ class _Steps:
         """Updates go on beside copies that come as often as in the step before."""
         rate = self._hardware.host_bytes_per_s
         if self._updates.is_overlapped and rate is not None and step_s:
-            self._updates.share_memory(self._clocks.busy.fetched_bytes / step_s, rate)
+            self._updates.share_memory(self._clocks.busy.host_bytes / step_s, rate)
 
     def _step(self) -> SimulatedStep:
         clocks, updates = self._clocks, self._updates
@@ -205,6 +205,8 @@ class _Steps:
             seconds = micro_batch()
             once, times = replace(clocks.busy), times - 1
         seconds += times * micro_batch()
+        if not self._updates.is_overlapped:
+            seconds += self._forward_backward.wait_for_sums()
         clocks.busy = clocks.busy.repeated(once, times)
         return seconds
 
@@ -212,4 +214,4 @@ class _Steps:
         """How long the host's memory needs for all that a step moves in it; 0 where that was not measured."""
         if self._hardware.host_bytes_per_s is None:
             return 0.0
-        return (self._updates.traffic_bytes + self._clocks.busy.fetched_bytes) / self._hardware.host_bytes_per_s
+        return (self._updates.traffic_bytes + self._clocks.busy.host_bytes) / self._hardware.host_bytes_per_s

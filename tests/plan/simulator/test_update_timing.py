@@ -107,13 +107,44 @@ def test_a_host_that_is_always_busy_is_the_step(timing: UpdateTiming, least_s: f
 
 
 def test_only_the_first_micro_batch_waits_for_updates() -> None:
-    once = run(offloaded(4), BEHIND, there_and_back(4, 20e-3), machine()).times
-    times = run(offloaded(4), BEHIND, there_and_back(4, 20e-3), machine(), num_backwards=3).times
+    hardware = machine(host_bytes_per_s=1e15)  # so that adding up takes no time
+    once = run(offloaded(4), BEHIND, there_and_back(4, 20e-3), hardware).times
+    times = run(offloaded(4), BEHIND, there_and_back(4, 20e-3), hardware, num_backwards=3).times
     others_s = 8 * 20e-3 + 1e-3  # the first chunk is fetched
     assert times.total_s == pytest.approx(once.total_s + 2 * others_s)
     assert times.compute_s == pytest.approx(3 * once.compute_s)
     assert times.h2d_s == pytest.approx(3 * once.h2d_s)
     assert times.update_waiting_s == pytest.approx(once.update_waiting_s)
+
+
+@pytest.mark.parametrize("site", [OFFLOADED, KEPT, RESIDENT])
+def test_adding_up_in_host_memory_can_be_what_a_step_waits_for(site: Any) -> None:
+    """Four chunks, of which the host adds up three gradients each: the first one is there, two read 4 bytes an element,
+    and read and write 4. A micro-batch computes 160 ms."""
+    added_s = 60e-3  # of a chunk's gradient, on average of three
+    hardware = machine(host_bytes_per_s=NUMEL * 8 / added_s)
+    timeline = run(offloaded(4, site), BEHIND, there_and_back(4, 20e-3), hardware, num_backwards=3, is_detailed=True)
+    added = [span for span in timeline.spans if span.label.startswith("add up")]
+    if site is RESIDENT:
+        assert not added
+        assert timeline.times.total_s == pytest.approx(3 * 160e-3, rel=1e-2)
+        return
+    assert {span.label for span in added} == {f"add up {i}" for i in range(4)}
+    assert max(span.end_s - span.start_s for span in added) == pytest.approx(added_s)
+    # With what lands and what the updates move, 72 bytes an element instead of 3 x 8.
+    assert timeline.times.total_s == pytest.approx(4 * 9 * added_s, rel=1e-2)
+    alone = run(offloaded(4, site), BEHIND, there_and_back(4, 20e-3), hardware, is_detailed=True)
+    assert not any(span.label.startswith("add up") for span in alone.spans)
+
+
+def test_a_gradient_waits_for_a_buffer_to_be_added_from() -> None:
+    """There are three: the fourth gradient comes down when the first one has been added."""
+    hardware = machine(host_bytes_per_s=NUMEL * 8 / 1.0)
+    timeline = run(offloaded(5), AFTER, there_and_back(5, 20e-3), hardware, num_backwards=3, is_detailed=True)
+    added = sorted(s.end_s for s in timeline.spans if s.label.startswith("add up"))
+    down = sorted(s.start_s for s in timeline.spans if s.label.startswith("gradients"))
+    assert down[3:] == pytest.approx(added[:2])
+    assert timeline.times.total_s > added[-1]  # the update needs the sums
 
 
 @pytest.mark.parametrize("options", [{"num_backwards": 2}, {"accumulates": True}])
