@@ -288,7 +288,7 @@ class RepeatableStep:
             "lower gpu_memory_limit, so that the plan leaves more to activations",
             "take a smaller batch or shorter sequences",
             self.engine.activations.cure() if torch.is_grad_enabled() else "",  # evaluation saves nothing
-            "give use_fused_kernels=True where logits are large" if self._may_fuse else "",
+            "give use_fused_kernels=True if this is a language model of transformers" if self._may_fuse else "",
             "use a GPU with more memory",
         ]
         *first, last = filter(None, ways)

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -551,18 +552,28 @@ class Planner:
         try:
             return self._make_anew(now, profile)
         except CapacityError as error:  # and yet a step may run, or has done so
-            plan = self._safe_plan(now.model, now.current, budget, regime)
+            plan = self._least_plan(now, profile, error)
             over_chunks = self.over_chunks(profile, plan) if isinstance(profile, MemoryProfile) else profile
             log.warning(
                 "going on with the smallest plan there is%s: %s%s",
                 self._excess(plan, budget, over_chunks, regime),
                 error,
-                " Where logits are large, use_fused_kernels=True takes less."
+                " With a language model of transformers, use_fused_kernels=True takes less: never all logits at once."
                 if self.config.may_fuse and self._counts_activations and error.resource == "GPU"
                 else "",
             )
             binding = "what a step takes beside the chunks: this is the smallest plan there is"
             return with_forecast(plan, over_chunks, self.figures.best, regime, budget, binding=binding)
+
+    def _least_plan(self, now: Replanning, profile: StepProfile | MemoryProfile, refusal: CapacityError) -> Plan:
+        """The plan for such a step that takes least of the device: the one that a limit higher by what the refusal
+        names would hold. Where the host is what is short, and where the user has fixed the placement, `_safe_plan`."""
+        limit, lacking = now.budget.gpu_bytes, refusal.lacking_bytes
+        if refusal.resource == "GPU" and limit is not None and lacking and self.config.is_placement_searched:
+            higher = replace(now.budget, gpu_bytes=limit + lacking)
+            with suppress(CapacityError):  # the host's memory is short as well
+                return replace(self._make_anew(replace(now, budget=higher), profile), forecast=None)
+        return self._safe_plan(now.model, now.current, now.budget, now.regime)
 
     def _excess(self, plan: Plan, budget: Budget, profile: StepProfile, regime: TrainingRegime) -> str:
         """By how much such steps are expected to exceed which limit, for people; empty if by nothing."""

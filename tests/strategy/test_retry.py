@@ -110,7 +110,8 @@ def test_the_cure_is_not_what_is_done_already(activations: Any, words: str) -> N
         fit(ElixirStrategy(**TIGHT, activations=activations), lambda: TightNet("forward", (0, 0)))
     assert str(caught.value).endswith(
         "lower gpu_memory_limit, so that the plan leaves more to activations, take a smaller batch or shorter"
-        f" sequences, {words}give use_fused_kernels=True where logits are large, or use a GPU with more memory"
+        f" sequences, {words}give use_fused_kernels=True if this is a language model of transformers, or use a GPU"
+        " with more memory"
     )
 
 

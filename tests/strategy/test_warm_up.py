@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.io import load_plan, save_plan
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.types import Alternative, Plan, Tier
+from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.stepping.scheduler import UpdateScheduler
 from lightning_elixir.strategy import ElixirStrategy, shared_plans
@@ -330,7 +332,7 @@ def test_a_plan_that_turns_out_too_large_is_left_for_one_that_is_no_faster() -> 
     assert smaller.forecast.peak_gpu_bytes <= 200 * 1024
 
 
-@pytest.mark.parametrize("lacking", telling([0, 2**24], "16777216"))
+@pytest.mark.parametrize("lacking", telling([0, 2**19], "524288"))
 def test_the_smallest_plan_is_left_where_steps_take_less_than_was_foreseen(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacking: int
 ) -> None:
@@ -339,24 +341,41 @@ def test_the_smallest_plan_is_left_where_steps_take_less_than_was_foreseen(
 
     def with_more(planner: Planner, profile: StepProfile, current: Plan, *, is_seen: bool) -> StepProfile:
         found = shared(planner, profile, current, is_seen=is_seen)
-        return found.with_bytes(lambda nbytes: nbytes + (lacking if is_seen else 2**24))
+        return found.with_bytes(lambda nbytes: nbytes + (lacking if is_seen else 2**19))
 
     monkeypatch.setattr(Planner, "_shared_profile", with_more)
     monkeypatch.setattr(shared_plans, "LEAST_GAIN", -1.0)  # on the CPU all placements are about as fast
     callback = Plans()
     _, _, expected = fit("auto")
-    _, _, actual = fit(ElixirStrategy(gpu_memory_limit="8MiB", **CHUNK), callbacks=[callback])
+    _, _, actual = fit(ElixirStrategy(gpu_memory_limit="512KiB", **CHUNK), callbacks=[callback])
     assert_same_run(actual, expected)
     plans = callback.plans
-    assert "going on with the smallest plan there is, which will exceed" in caplog.text
-    assert plans[0].policy == "cpu"
+    (told,) = re.findall(r"smallest plan there is, which will exceed the 512\.0 KiB of .* by ([^:]*):", caplog.text)
+    assert f"there are 512.0 KiB. What would fit: {told} more" in caplog.text
     assert plans[0].forecast is not None
-    assert plans[0].forecast.peak_gpu_bytes > 2**24
+    assert plans[0].forecast.peak_gpu_bytes > 2**19
+    assert told == format_bytes(plans[0].forecast.peak_gpu_bytes - 2**19, is_rounded_up=True)
     assert plans[0].notes["rcache_bytes"] == plans[0].rcache_blocks * plans[0].block_bytes
     assert _changes(plans) == ([] if lacking else [2])
     assert plans[-1].is_all_resident == (not lacking)
     assert plans[-1].forecast is not None
     assert plans[-1].forecast.after_steps
+
+
+@pytest.mark.parametrize(("options", "is_gpu"), [({}, True), ({}, False), ({"use_fused_kernels": "auto"}, True)])
+def test_the_smallest_plan_comes_with_fused_operators_where_these_may_help(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, options: dict[str, Any], is_gpu: bool
+) -> None:
+    """Where activations share the memory, as on a GPU, and fused operators were not asked for."""
+    shared = Planner._shared_profile
+    monkeypatch.setattr(
+        Planner, "_shared_profile", lambda *args, **kwargs: shared(*args, **kwargs).with_bytes(lambda n: n + 2**19)
+    )
+    monkeypatch.setattr(Planner, "_counts_activations", is_gpu)
+    fit(ElixirStrategy(gpu_memory_limit="512KiB", **{**CHUNK, **options}))
+    (warning,) = [r.getMessage() for r in caplog.records if "smallest plan there is" in r.getMessage()]
+    advice = " With a language model of transformers, use_fused_kernels=True takes less: never all logits at once."
+    assert warning.endswith(advice) == (is_gpu and "use_fused_kernels" not in options)
 
 
 @pytest.mark.full
