@@ -120,10 +120,11 @@ def common_budget(
         is_begun: As for `host_share`.
         part_of: This model's part of a memory that several share.
     """
-    shares = []
+    shares, parts = [], []
     for host in {memory.host for memory in by_rank}:
         ranks = [memory for memory in by_rank if memory.host == host]
         free = min(m.host_bytes for m in ranks) + sum(m.own_bytes for m in ranks)
+        parts.append(free // len(ranks))
         shares.append(host_share(free, len(ranks), limits.cpu_bytes, is_begun=is_begun))
     device = [m.device_bytes for m in by_rank if m.device_bytes is not None]
     if limits.gpu_bytes is not None:
@@ -137,6 +138,7 @@ def common_budget(
         nvme_bytes=part_of(min(on_disk) // 2),
         spare_cpu_bytes=spare,
         words=words,
+        reserve_bytes=part_of(min(parts)) - cpu if limits.cpu_bytes is None else 0,
     )
 
 

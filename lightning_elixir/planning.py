@@ -418,6 +418,7 @@ def detect_budget(
         words=DeviceWords.of(
             "gpu_bytes", "cpu_bytes", is_cpu=device_bytes is None, is_host_limited=cpu_bytes is not None
         ),
+        reserve_bytes=host_bytes // num_ranks - cpu if cpu_bytes is None else 0,
     )
 
 

@@ -58,7 +58,14 @@ def machine_of(options: argparse.Namespace, dtype: str) -> Machine:
     cpu, spare = host_share(host_bytes, options.gpus, size_of(options.cpu_memory_limit, "--cpu-memory-limit"))
     is_limited = bool(options.cpu_memory_limit)
     words = DeviceWords(host_limit="--cpu-memory-limit" if is_limited else "--cpu-memory", is_limit_usable=is_limited)
-    budget = Budget(gpu_bytes, cpu, nvme_bytes=nvme_bytes // options.gpus, spare_cpu_bytes=spare, words=words)
+    budget = Budget(
+        gpu_bytes,
+        cpu,
+        nvme_bytes=nvme_bytes // options.gpus,
+        spare_cpu_bytes=spare,
+        words=words,
+        reserve_bytes=0 if is_limited else host_bytes // options.gpus - cpu,
+    )
     return Machine(spec, budget, remarks)
 
 

@@ -22,13 +22,14 @@ _OPTIONS = {
     "ignored": "--ignored",
     "activations": "--activations",
     "placement_policy": "--policy",
+    "precision": "--precision",
     "world_size": "--gpus",
     "sharding": "--sharding",
     "num_backwards": "--accumulate",
     "step_fn": "the training step",
 }
 # Options that are words, too: meant only where something is said of their value.
-_WORDS = ("activations", "ignored", "sharding")
+_WORDS = ("activations", "ignored", "precision", "sharding")
 _PATTERNS = [name + r"(?=\s*=|:|\[|`| must\b)" if name in _WORDS else name for name in _OPTIONS]
 # A whole name, with the "=" of an assignment. Not one of a parameter ("layers.chunk_size"), nor an option already.
 _NAME = re.compile(rf"(?<![\w.-])({'|'.join(_PATTERNS)})(\s*=\s*|(?![\w-]|\.\w))")

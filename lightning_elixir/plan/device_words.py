@@ -18,6 +18,8 @@ class DeviceWords:
     """The option that limits the host's memory, where one does."""
     is_limit_usable: bool = True
     """Whether a plan may use all of that; else there is what the host has, of which a part is kept back."""
+    has_activations: bool = True
+    """Whether activations share the device's memory with chunks."""
 
     @classmethod
     def of(cls, limit: str, host_limit: str, *, is_cpu: bool, is_host_limited: bool) -> DeviceWords:
@@ -32,4 +34,4 @@ class DeviceWords:
         given = host_limit if is_host_limited else ""
         if not is_cpu:
             return cls(host_limit=given, is_limit_usable=is_host_limited)
-        return cls("device", "ranks", f"CPU memory ({limit})", f"more ({limit})", given, is_host_limited)
+        return cls("device", "ranks", f"CPU memory ({limit})", f"more ({limit})", given, is_host_limited, False)

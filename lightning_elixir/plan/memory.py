@@ -182,6 +182,8 @@ class Budget:
     states. None: as many as `cpu_bytes`."""
     words: DeviceWords = DeviceWords()
     """Of the compute device, for refusals."""
+    reserve_bytes: int = 0
+    """This rank's part of what is kept back of the host's memory (`host_share`), for refusals."""
 
     @property
     def most_with_spares(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -168,6 +168,17 @@ class TrainingRegime:
         if timing is UpdateTiming.INSIDE_BACKWARD and not self.has_one_backward:
             return UpdateTiming.BEHIND_FORWARD
         return timing
+
+    def without_masters(self) -> TrainingRegime:
+        """The same where parameters in 16 bits are updated themselves (precision "bf16-true")."""
+        is_after = self.update_timing is UpdateTiming.AFTER_BACKWARD
+        return replace(
+            self,
+            master_weights=False,
+            can_reuse_compute_shard=False,
+            needs_global_norm=False,
+            update_timing=UpdateTiming.AFTER_BACKWARD if is_after else UpdateTiming.BEHIND_FORWARD,
+        )
 
     # The ways in which updates may run
 

@@ -322,10 +322,11 @@ def test_a_host_with_room_for_spare_states(policy: str) -> None:
 
 def test_budget_of_this_machine(machine: dict[str, int | None]) -> None:
     cpu, spare = host_share(64 * 2**30, 4)
-    words = DeviceWords(is_limit_usable=False)
-    assert detect_budget(4) == Budget(3 * 2**30, cpu, 0, spare_cpu_bytes=spare, words=words)
+    words, reserve = DeviceWords(is_limit_usable=False), 16 * 2**30 - cpu
+    assert detect_budget(4) == Budget(3 * 2**30, cpu, 0, spare_cpu_bytes=spare, words=words, reserve_bytes=reserve)
     limited = detect_budget(1, gpu_bytes=2**30, cpu_bytes=2**40, non_model_bytes=5)
     assert (limited.gpu_bytes, limited.cpu_bytes, limited.non_model_bytes) == (2**30, 64 * 2**30, 5)
+    assert limited.reserve_bytes == 0
     assert detect_budget(1, gpu_bytes=2**40).gpu_bytes == 3 * 2**30
     machine["gpu"] = None
     assert detect_budget().gpu_bytes is None

@@ -36,7 +36,8 @@ def gpu_parts(use: MemoryUse, ignored_bytes: int, scheme: Scheme, blocks: int, m
         parts.append(f"{_stream_words(scheme)} {format_bytes(use.gpu_stream_bytes)}")
     if ignored_bytes:
         parts.append(f"parameters that stay out of chunks (ignored) {format_bytes(ignored_bytes)}")
-    parts.append(f"activations and other data {format_bytes(use.non_model_bytes - ignored_bytes)}")
+    if use.non_model_bytes > ignored_bytes:
+        parts.append(f"activations and other data {format_bytes(use.non_model_bytes - ignored_bytes)}")
     return "; ".join(parts)
 
 

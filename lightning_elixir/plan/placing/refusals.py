@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.plan.memory import host_bytes_for, memory_use
@@ -20,20 +21,24 @@ from lightning_elixir.plan.units import format_bytes
 # Activations cannot be cut to less than this part: of a batch of eight, one sample and checkpointing would be left.
 _LEAST_ACTIVATIONS = 10
 
+# LoRA trains less than a hundredth of the parameters, with 16 bytes for each, where a frozen one has 2.
+_BESIDE_FROZEN = 1.1
 
-def gpu_refusal(smallest: Placement, placer: Placer, profile: StepProfile) -> CapacityError:
+
+def gpu_refusal(smallest: Placement, placer: Placer, problem: Problem, profile: StepProfile) -> CapacityError:
     """The device cannot hold what must be there.
 
     Args:
         smallest: With as little there as possible.
         placer: Of its layout.
+        problem: Whether it is known what a step takes.
         profile: What a step takes beside it.
     """
     limit, needed = placer.budget.gpu_bytes or 0, smallest.gpu_bytes(smallest.smallest)
     blocks, module = placer.needs.smallest(smallest.managed)
     other = profile.peak_non_model_bytes - placer.ignored_bytes
     words = placer.budget.words
-    cures = [f"{format_bytes(needed - limit, is_rounded_up=True)} {words.more}"]
+    cures = [f"{_least(problem)}{format_bytes(needed - limit, is_rounded_up=True)} {words.more}"]
     share = 100 * (limit - needed + other) // other if other else 0
     if share >= _LEAST_ACTIVATIONS and smallest.update_bytes(blocks) <= limit:
         how = "" if profile.is_recomputing else ", or activation checkpointing"
@@ -43,14 +48,26 @@ def gpu_refusal(smallest: Placement, placer: Placer, profile: StepProfile) -> Ca
     parts = gpu_parts(smallest.at_peak, placer.ignored_bytes, placer.scheme, blocks, module)
     return CapacityError(
         f"{words.memory}: even with as much as possible beside it, a rank needs {format_bytes(needed)} ({parts}),"
-        f" but there are {format_bytes(limit)}. What would fit: {', or '.join(cures)}.",
+        f" but there are {format_bytes(limit)}. What would fit{_known(problem)}: {', or '.join(cures)}.",
         resource="GPU",
         lacking_bytes=needed - limit,
     )
 
 
+def _least(problem: Problem) -> str:
+    return "at least " if problem.is_time_guessed else ""
+
+
+def _known(problem: Problem) -> str:
+    """What figures of what would fit go by, where nothing is known of a step."""
+    if not problem.is_time_guessed:
+        return ""
+    unknown = "activations are" if problem.budget.words.has_activations else "a step is"
+    return f", before {unknown} known"
+
+
 def host_refusal(
-    placement: Placement, placer: Placer, problem: Problem, fits_ranks: Callable[[int], bool]
+    placement: Placement, placer: Placer, problem: Problem, fits: Callable[[Problem], bool]
 ) -> CapacityError:
     """The host cannot hold what the device has no room for.
 
@@ -58,20 +75,30 @@ def host_refusal(
         placement: With as much as possible on the device.
         placer: Of its layout.
         problem: Its ranks, and what was asked for.
-        fits_ranks: Whether something fits so many ranks, with as much memory for each.
+        fits: Whether the same chunks fit what is given otherwise.
     """
     use = placement.use
     limit = problem.budget.cpu_bytes or 0
     lacking = use.host_bytes - limit
     words = problem.budget.words
     how = f" (raise {words.host_limit})" if words.host_limit else ""
+    reserve = problem.budget.reserve_bytes
+    kept = f", and {format_bytes(reserve)} kept back for processes, their data and loaders" if reserve else ""
     # With what is kept back of it
     of_host = host_bytes_for(use.host_bytes) - host_bytes_for(limit)
     more = lacking if words.is_limit_usable else of_host
-    cures = [f"{format_bytes(more, is_rounded_up=True)} more host memory for each rank{how}"]
+    cures = [f"{_least(problem)}{format_bytes(more, is_rounded_up=True)} more host memory for each rank{how}"]
     on_nvme = _nvme_cure(placement.chunks, placer)
     if on_nvme is not None:
         cures.append(on_nvme)
+    if problem.regime.master_weights and placer.layout.compute_dtype == "bfloat16":
+        bare = problem.regime.without_masters()
+        if fits(replace(problem, regime=bare).with_updates(bare.waiting())):
+            cures.append('precision="bf16-true" (no fp32 masters)')
+    of_all = sum(map(placer.scheme.param_shard_bytes, placement.chunks))
+    trained = sum(placer.scheme.param_shard_bytes(c) for c in placement.chunks if c.requires_grad)
+    if use.host_state_bytes and 2 * trained > of_all and of_all * _BESIDE_FROZEN + use.host_activation_bytes <= limit:
+        cures.append(f"LoRA, if pretrained weights are tuned (frozen, all parameters take {format_bytes(of_all)})")
     cures.append("a smaller model" + ", or an optimizer with fewer states" * (use.host_state_bytes > 0))
     # What more ranks, each on a host of its own, do not divide.
     whole = 0 if problem.request.distributed_storage else use.host_param_bytes
@@ -80,13 +107,14 @@ def host_refusal(
         hosts = math.ceil((use.host_bytes - whole) * problem.world_size / (limit - whole))
         hosts = round_up(hosts, mesh.tensor * mesh.expert * mesh.copies)
         # Several ranks need more of each device than one (`Scheme.grad_block_bytes`), and what is there no more is here
-        fitting = next(filter(fits_ranks, (hosts, 2 * hosts)), None)
+        counts = (hosts, 2 * hosts)
+        fitting = next((count for count in counts if fits(replace(problem, world_size=count))), None)
         if fitting is not None:
             cures.append(f"{fitting} {words.devices} on as many hosts")
     return CapacityError(
         f"host memory: with as much on the {words.device} as it holds, each rank still needs"
-        f" {format_bytes(use.host_bytes)} on the host ({host_parts(use)}), but there are {format_bytes(limit)}."
-        f" What would fit: {', or '.join(cures)}.",
+        f" {format_bytes(use.host_bytes)} on the host ({host_parts(use)}), but there are {format_bytes(limit)}{kept}."
+        f" What would fit{_known(problem)}: {', or '.join(cures)}.",
         resource="host",
         lacking_bytes=lacking,
     )

@@ -562,13 +562,12 @@ class _LayoutSearch(Space):
         """Why nothing fits, and the nearest change that would."""
         smallest = self._placement(self._least_gpu())
         if self._fits_gpu(smallest):
-            return host_refusal(self._placement(self._least_host()), self.placer, self.problem, self._fits_ranks)
-        return gpu_refusal(smallest, self.placer, self.profile)
+            return host_refusal(self._placement(self._least_host()), self.placer, self.problem, self._fits)
+        return gpu_refusal(smallest, self.placer, self.problem, self.profile)
 
-    def _fits_ranks(self, world_size: int) -> bool:
-        """Whether the same chunks would fit so many ranks, with as much memory for each."""
-        candidate = Candidate(self.layout.for_ranks(world_size), self.profile)
-        other = _LayoutSearch(candidate, replace(self.problem, world_size=world_size))
+    def _fits(self, problem: Problem) -> bool:
+        """Whether the same chunks would fit what is given otherwise."""
+        other = _LayoutSearch(Candidate(self.layout.for_ranks(problem.world_size), self.profile), problem)
         placement = other._placement(other._least_host())
         return other._fits_gpu(placement) and other._fits_host(placement.use.host_bytes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from itertools import product
 from random import Random
@@ -695,16 +696,23 @@ def test_advice_on_the_host_begins_with_what_is_nearest() -> None:
 
     limited = DeviceWords(host_limit="cpu_memory_limit")
 
-    def refusal(cpu: int, regime: TrainingRegime = MIXED, words: DeviceWords = limited, gpu: int = 12 * KIB) -> str:
-        budget = Budget(gpu + regime.whole_update_bytes, cpu, words=words)
+    def refusal(
+        cpu: int,
+        regime: TrainingRegime = MIXED,
+        words: DeviceWords = limited,
+        gpu: int = 12 * KIB,
+        reserve: int = 0,
+    ) -> str:
+        budget = Budget(gpu + regime.whole_update_bytes, cpu, words=words, reserve_bytes=reserve)
         with pytest.raises(CapacityError) as caught:
             search([candidate], Problem(asked(accesses=accesses), budget, 1, regime, DISK))
         return str(caught.value)
 
     advice = (
         r"What would fit: 20\.0 KiB more host memory for each rank \(raise cpu_memory_limit\), or 48\.0 KiB of NVMe"
-        r" for each rank's optimizer states \(nvme_offload_dir; .*\), or a smaller model, or an optimizer with fewer"
-        r" states\.$"
+        r" for each rank's optimizer states \(nvme_offload_dir; .*\), or"
+        r" LoRA, if pretrained weights are tuned \(frozen, all parameters take 36\.0 KiB\), or a smaller model, or an"
+        r" optimizer with fewer states\.$"
     )
     assert re.search(advice, refusal(9 * 16 * KIB - 20 * KIB))
     # Of several ranks each needs five blocks on its GPU, of which one has three.
@@ -713,12 +721,35 @@ def test_advice_on_the_host_begins_with_what_is_nearest() -> None:
     of_all = refusal(9 * 16 * KIB - 20 * KIB, words=DeviceWords(host_limit="--cpu-memory", is_limit_usable=False))
     assert "What would fit: 26.7 KiB more host memory for each rank (raise --cpu-memory)" in of_all
     whole = refusal(9 * 16 * KIB - 20 * KIB, replace(MIXED, whole_update_bytes=1))
-    assert "(raise cpu_memory_limit), or a smaller model" in whole  # such states cannot be on a disk
+    assert "(raise cpu_memory_limit), or LoRA" in whole  # such states cannot be on a disk
     match = re.search(r"([\d.]+ \w+) of NVMe for each rank's optimizer states and parameters \(", refusal(90 * KIB))
     assert match is not None
     budget = Budget(12 * KIB, 90 * KIB, nvme_bytes=int(in_bytes(match[1])))
     assert search([candidate], Problem(asked(accesses=accesses), budget, 1, MIXED, DISK)).notes["nvme_bytes"]
     assert re.search(r"[\d.]+ KiB on the host beside a disk \(nvme_offload_dir", refusal(10 * KIB))
+    assert not re.search("precision|LoRA", refusal(10 * KIB))  # nor would these do
+    assert "there are 124.0 KiB. What" in refusal(124 * KIB)
+    kept = ", and 7.0 KiB kept back for processes, their data and loaders. What"
+    assert f"there are 124.0 KiB{kept}" in refusal(124 * KIB, reserve=7 * KIB)
+
+
+@pytest.mark.parametrize(("cpu", "is_enough"), [(60, False), (76, True)])
+def test_no_fp32_masters_are_advised_where_that_fits(cpu: int, is_enough: bool) -> None:
+    """An element takes 8 bytes then, and not 16."""
+    specs = layers(9, dtype="bfloat16")
+    packed = pack(specs, KIB, 1, "bfloat16")
+    layout = Layout(packed, regular_block_bytes(packed, KIB, 1, "bfloat16"), "bfloat16")
+    accesses = accesses_of(specs)
+    candidate = Candidate(layout, structural_profile(layout, accesses, DISK))
+    budget = Budget(8 * KIB, cpu * KIB)
+    problem = Problem(asked(accesses=accesses), budget, 1, MIXED, DISK, is_time_guessed=True)
+    with pytest.raises(CapacityError) as caught:
+        search([candidate], problem)
+    text = str(caught.value)
+    assert ('precision="bf16-true"' in text) == is_enough
+    assert "What would fit, before activations are known: at least " in text
+    with nullcontext() if is_enough else pytest.raises(CapacityError):
+        search([candidate], replace(problem, regime=MIXED.without_masters()))
 
 
 def test_no_host_memory_at_all() -> None:
@@ -743,7 +774,7 @@ def test_the_gpu_error_says_what_is_needed_for_which_module() -> None:
     assert "2 blocks of 4.0 KiB for attention" in text
     assert "gradients and their blocks 8.0 KiB" in text
     assert "activations and other data 1.0 KiB" in text
-    assert "there are 15.0 KiB. What would fit: 2.0 KiB more GPU memory." in text
+    assert "there are 15.0 KiB. What would fit, before activations are known: at least 2.0 KiB more GPU memory." in text
 
 
 def test_smaller_chunks_are_advised_where_they_help() -> None:
