@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_elixir.plan.rcache import RCache
+from lightning_elixir.plan.units import format_bytes, format_seconds
 from lightning_elixir.runtime.sampling import StepSeconds
 from lightning_elixir.runtime.transport import TransferBytes
 from lightning_elixir.storage.nvme import StateTraffic
@@ -64,8 +65,21 @@ class Stats:
     nvme_wait_s: float = 0.0
     """Time in which updates of such states were wanted, and none had come from the disk that could go on."""
 
+    def __str__(self) -> str:
+        """A line for each figure that is not zero, for people: bytes and seconds in suitable units."""
+        lines = [f"{name}: {_told(name, value)}" for name, value in self.as_dict().items() if value]
+        return "\n".join(lines) or "nothing was counted yet"
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _told(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in value.items() if nbytes) or "nothing"
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    return format_seconds(value) if name.endswith("_s") else f"{value:,}"
 
 
 def take_stats(

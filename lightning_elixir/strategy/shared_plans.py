@@ -421,7 +421,8 @@ class Planner:
                 current,
                 step,
                 self.figures.best.name,
-                binding=f"{better.forecast.binding}; what was found since would not save {LEAST_GAIN:.0%} of the step",
+                binding=f"{better.forecast.binding}. Searched again with the times that steps take: no placement found"
+                f" would save {LEAST_GAIN:.0%} of the step, so this one stays",
                 alternatives=tuple(one for one in (other, *others) if one.description != own),
             )
 
