@@ -551,6 +551,7 @@ class Forwards:
         self._light = []
         self._covered_ids.clear()
         self._entered_ids.clear()
+        engine.iterations.traces.outdate()
         self._watch()
 
     def _watch(self) -> None:
@@ -604,8 +605,8 @@ def _accesses_by_module(
 ) -> tuple[dict[int, _Access], dict[int, tuple[int, ...]]]:
     """What to hold during a module's forward: the chunks of its own parameters, where no module below has any; the one
     chunk that it and all modules below lie in, which then need no access of their own; of a few chunks, those that the
-    module below needs which runs. Of a compiled module, all. Other parameters (of containers, or in functional use)
-    are caught when they are touched.
+    module below needs which runs, and at its begin those of its own parameters. Of a compiled module, all. Other
+    parameters (of containers of more chunks, or in functional use) are caught when they are touched.
 
     Args:
         looked_through: Modules (by id) at whose exit what autograd has saved is looked at: one by one, so that it
@@ -620,22 +621,26 @@ def _accesses_by_module(
     compiled = {id(region.entrance) for region in regions}
     needs: dict[int, tuple[int, ...]] = {}  # by the id of a module: chunks that it needs from its begin
     below: dict[int, tuple[int, ...]] = {}  # those of its parameters and of all below it
+    leaves: set[int] = set()  # modules with no parameters below them
     for module in root.modules():
         keys = [id(p) for p in module.parameters()]
         ids = tuple(dict.fromkeys(home[key][0].id for key in keys if key in home))
-        own = {id(p) for p in module._parameters.values() if p is not None}
-        moving = ids
-        if len(ids) <= _FEW_CHUNKS and id(module) not in looked_through:
+        own = {id(p): p for p in module._parameters.values() if p is not None}
+        needed: tuple[int, ...] = ()
+        if own.keys() == {*keys}:
+            needed = ids
+            leaves.add(id(module))
+        elif len(ids) <= _FEW_CHUNKS and id(module) not in looked_through:
             moving = tuple(i for i in ids if i not in staying) or ids
-        below[id(module)] = ids
-        needs[id(module)] = ids if {*keys} == own else moving if len(moving) == 1 else ()
+            needed = moving if len(moving) == 1 else tuple(dict.fromkeys(home[k][0].id for k in own if k in home))
+        below[id(module)], needs[id(module)] = ids, needed
     for module in root.modules():
         ids = below[id(module)]
         # Not those that are compiled: their parameters must be plain, which others need not be.
         inside = [id(m) for m in module.modules() if id(m) not in compiled]
         if len(ids) == 1 or (ids and id(module) in compiled):
             found[id(module)] = _Access(ids, dict.fromkeys(inside, ids))
-        elif ids and needs[id(module)] == ids:
+        elif ids and id(module) in leaves:
             found[id(module)] = _Access(ids)
         elif 1 < len(ids) <= _FEW_CHUNKS and module is not root and id(module) not in looked_through:
             found[id(module)] = _Access((), {key: needs[key] for key in inside}, is_changing=True)

@@ -127,6 +127,8 @@ class Iterations:
         self.has_backward = False
         if kind == "train":
             memory = self.sampler.finish(trace)
+            if trace is not None:
+                self.growth.follow(trace)
             if memory is not None and trace is not None and self._has_rcache:
                 self.growth.learn(memory, trace)
             if self.growth.end():

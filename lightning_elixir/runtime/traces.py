@@ -70,6 +70,10 @@ class Traces:
         self._recorded = []
         self.is_recording = False
 
+    def outdate(self) -> None:
+        """Iterations are going to have other accesses than those that are known: the next of each kind is recorded."""
+        self._outdated_kinds.update(self.by_kind)
+
     def forget_misses(self) -> None:
         """The count of misses starts again from 0."""
         self._misses_at_start = 0

@@ -274,6 +274,21 @@ def test_what_several_ranks_collect_gradients_in_is_not_there_for_activations(
     assert rcache.budget_blocks == 7 - is_one_more
 
 
+def test_a_step_is_sampled_anew_where_a_new_plan_has_other_accesses() -> None:
+    plan = make_plan_of(chunks_at(OFFLOADED, 8), 8)
+    growth, rcache = Growth(MeteredCpuDevice(16 * plan.block_bytes)), RCache.of(plan)
+    growth.adopt(plan, rcache, None)
+    growth.learn(StepMemory((0, 8), (0, 8, 8), ((), (), ())), unpinned(0, 1))
+    growth.follow(unpinned(0, 1))
+    growth.follow(unpinned(1, 0))  # a step by itself takes another way
+    growth.adopt(plan, rcache, None)
+    growth.follow(unpinned(0, 1))
+    assert not growth.wants_sample
+    growth.adopt(plan, rcache, None)
+    growth.follow(unpinned(0, 0, 1))
+    assert growth.wants_sample
+
+
 @pytest.mark.full  # with ranks, what a test of one rank finds as well
 def test_ranks_give_way_by_themselves() -> None:
     lengths = ((16, 16, 16, 16), (16, 16, 48, 16))
