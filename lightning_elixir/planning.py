@@ -150,27 +150,30 @@ def make_plan(
         num_copies=mesh.copies,
     )
     problem.check()
-    if layout is not None:
-        packed = _packed_layout(layout, specs, world_size)
-        return _decided([Layout(packed, layout.block_bytes, main_dtype)], problem, profile, left_out)
 
-    def of_sizes(numels: Sequence[int], problem: Problem) -> Plan:
-        layouts = [Layout.of(specs, numel, world_size, main_dtype) for numel in numels]
-        return _decided(layouts, problem, profile, left_out)
+    def planned(problem: Problem) -> Plan:
+        if layout is not None:
+            packed = _packed_layout(layout, specs, world_size)
+            return _decided([Layout(packed, layout.block_bytes, main_dtype)], problem, profile, left_out)
 
-    numels = chunk_sizes.candidates(specs, world_size, main_dtype)
-    if not (chunk_sizes.is_searched and request.policy == "auto" and budget.gpu_bytes is not None):
-        numels = numels[:1]
-    if not chunk_sizes.is_free or budget.gpu_bytes is None:
-        return of_sizes(numels, problem)
+        def of_sizes(numels: Sequence[int]) -> Plan:
+            layouts = [Layout.of(specs, numel, world_size, main_dtype) for numel in numels]
+            return _decided(layouts, problem, profile, left_out)
+
+        numels = chunk_sizes.candidates(specs, world_size, main_dtype)
+        if not (chunk_sizes.is_searched and request.policy == "auto" and budget.gpu_bytes is not None):
+            numels = numels[:1]
+        is_fixed = not chunk_sizes.is_free or budget.gpu_bytes is None
+        return of_sizes(numels) if is_fixed else _with_smaller_chunks(numels, of_sizes, budget)
+
     if profile is None:
         # Layers that are recomputed need more at a time than they show. That is known of the model alone, not whether
         # there will be a backward: where nothing is small enough for that, it is left to the step to show.
         wary = replace(request, accesses=module_accesses(model, recomputed_layers(model, blocks)))
         if wary.accesses != problem.request.accesses:
             with suppress(CapacityError):
-                return _with_smaller_chunks(numels, partial(of_sizes, problem=replace(problem, request=wary)), budget)
-    return _with_smaller_chunks(numels, partial(of_sizes, problem=problem), budget)
+                return planned(replace(problem, request=wary))
+    return planned(problem)
 
 
 def place_anew(

@@ -58,6 +58,22 @@ def test_bits_are_those_of_keeping_everything(fate: str, placement: str, device:
     assert stats.activations_left_bytes == 0
 
 
+@pytest.mark.parametrize("is_placed_anew", [False, True])
+def test_what_a_recomputed_block_needs_at_once_has_room_in_chunks_of_any_size(is_placed_anew: bool) -> None:
+    """Its parameters lie in several chunks, and backward keeps what was computed again until it has used it."""
+    seed_torch(0)
+    model = Stack()
+    plan = planned(model, "recompute", prefetch=False)
+    if is_placed_anew:
+        plan = make_plan(model, placement_policy="cpu", prefetch=False, layout=plan)
+    pair = Pair(model, plan)
+    for seed in range(2):
+        pair.step(seed)
+    assert pair.module.stats().overflows == 0
+    assert pair.module.engine.rcache.peak_blocks == plan.rcache_blocks < len(plan.chunks)
+    pair.check()
+
+
 ZOO = ["gpt2", "llama", "checkpoint", "checkpoint_reentrant", "branching", "frozen"]
 
 
