@@ -274,7 +274,7 @@ class Scheme:
 
     def num_sharing(self, chunk: ChunkSpec) -> int:
         """How many ranks share a chunk: those that hold the same parts of its parameters."""
-        return self.mesh.num_sharing(chunk.axes) if chunk.axes else self.mesh.copy_size
+        return self.mesh.num_sharing(chunk.axes)
 
     def shard_numel(self, chunk: ChunkSpec) -> int:
         """Elements of one rank's slice of a chunk."""

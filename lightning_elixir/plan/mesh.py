@@ -9,7 +9,7 @@ say. Ranks of different copies with the same place in theirs hold the same slice
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from lightning_elixir.errors import PlanError
@@ -80,9 +80,9 @@ class Mesh:
             number *= self.size(axis)
         return number
 
-    def num_sharing(self, axes: Iterable[str]) -> int:
+    def num_sharing(self, axes: Collection[str]) -> int:
         """How many ranks hold the same part of what is cut along these axes, and share it."""
-        return self.copy_size // self.num_parts(axes)
+        return self.copy_size // self.num_parts(axes) if axes else self.copy_size
 
     def part(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """A rank's coordinates along these axes."""

@@ -303,7 +303,7 @@ class Plan:
 
     def num_sharing(self, chunk: ChunkSpec) -> int:
         """How many ranks share a chunk: those that hold the same parts of its parameters."""
-        return self.mesh.num_sharing(chunk.axes) if chunk.axes else self.mesh.copy_size
+        return self.mesh.num_sharing(chunk.axes)
 
     def blocks_of(self, chunk_id: int) -> int:
         """Blocks that this chunk's replica takes (more than one only for a parameter larger than a chunk)."""
