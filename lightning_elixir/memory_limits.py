@@ -374,6 +374,7 @@ class LimitedModule:
             other_states=others,
             whole_update_bytes=max((one.whole_update_bytes for one in states), default=0),
             update_timing=plan.update_timing,
+            in_step=frozenset(name for one in states if not one.is_adam for name in one.parameter_names()),
             needs_global_norm=plan.has_spare_states,
             can_stream=bool(states) and all(one.is_adam for one in states),
             can_reuse_compute_shard=plan.grad_reuses_compute_shard,

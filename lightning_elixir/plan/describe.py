@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from lightning_elixir.plan.types import ChunkSpec, Forecast, Plan, StepTimes, Tier, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 
+IN_STEP_NOTE = "updated_in_step"
+"""Key of a plan's `notes`: of how many chunks with states beside the GPU."""
+
 _TIMINGS = {
     UpdateTiming.AFTER_BACKWARD: "after backward, and the next forward waits for all of them",
     UpdateTiming.BEHIND_FORWARD: "behind the next forward, which waits for each chunk's own when it needs that",
@@ -142,8 +145,11 @@ def describe_updates(plan: Plan) -> str:
     if not beside:
         return ""
     text = _TIMINGS[plan.update_timing]
-    if plan.forecast is None and plan.update_timing is not UpdateTiming.AFTER_BACKWARD:  # made for whatever comes
-        text += " (those of HybridAdam and CPUAdam; other optimizers' run in their step)"
+    in_step = plan.notes.get(IN_STEP_NOTE, "")
+    # Without a forecast, it was made for whatever comes.
+    if (in_step or plan.forecast is None) and plan.update_timing is not UpdateTiming.AFTER_BACKWARD:
+        of_chunks = f", of {in_step} chunks" if in_step else ""
+        text += f" (those of HybridAdam and CPUAdam; other optimizers' run in their step{of_chunks})"
     if plan.grad_reuses_compute_shard:
         text += "; gradients take the place of the parameters in host memory, which saves 2 bytes each"
     if plan.has_spare_states:

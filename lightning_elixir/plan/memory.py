@@ -321,6 +321,12 @@ class Scheme:
         streamed = self.regime.stream_bytes if any(c.is_update_streamed for c in chunks) else 0
         return max(streamed, self.regime.whole_update_bytes)
 
+    def lasting_stream_bytes(self, chunks: Iterable[ChunkSpec]) -> int:
+        """Of these, what is there in forward and backward as well. What whole parameters take is given back when their
+        step ends."""
+        is_left = self.updates.timing is not UpdateTiming.AFTER_BACKWARD and any(c.is_update_streamed for c in chunks)
+        return self.regime.stream_bytes if is_left else 0
+
     def param_shard_bytes(self, chunk: ChunkSpec) -> int:
         return chunk.nbytes if self.is_shard_whole else chunk.nbytes // self.num_sharing(chunk)
 

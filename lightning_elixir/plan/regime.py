@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lightning_elixir.plan.stream_buffers import STREAM_BYTES
-from lightning_elixir.plan.types import DTYPE_BYTES, UpdateTiming
+from lightning_elixir.plan.types import DTYPE_BYTES, Member, UpdateTiming
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,9 @@ class TrainingRegime:
     needs_global_norm: bool = False
     """Gradients are clipped by their norm, or the loss is scaled: updates begin inside backward only into spare states,
     for chunks that the host has memory for; otherwise behind the next forward."""
+    in_step: frozenset[str] = frozenset()
+    """FQNs of parameters that are updated within the step, whatever the timing: those of optimizers other than
+    `HybridAdam` and `CPUAdam`, beside one of these."""
     can_stream: bool = False
     """Whether the optimizer's updates may be streamed to the device (`HybridAdam`, `CPUAdam`)."""
     stream_bytes: int = STREAM_BYTES
@@ -179,6 +182,10 @@ class TrainingRegime:
             needs_global_norm=False,
             update_timing=UpdateTiming.AFTER_BACKWARD if is_after else UpdateTiming.BEHIND_FORWARD,
         )
+
+    def is_in_step(self, members: Iterable[Member]) -> bool:
+        """Whether any of these is updated within the step, whatever the timing."""
+        return bool(self.in_step) and any(member.fqn in self.in_step for member in members)
 
     # The ways in which updates may run
 

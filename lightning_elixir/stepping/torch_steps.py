@@ -49,7 +49,8 @@ class TorchSteps:
             change: What is done to gradients first.
         """
         engine, record = self._engine, UpdateRecord()
-        engine.reducer.landing.wait_for_all()
+        for chunk in chunks:
+            engine.reducer.landing.wait(chunk.id)
         engine.device.compute_event().synchronize()  # backward may still read host shards
         for chunk in chunks:
             if chunk.ready is not None:  # and so may an upload that nothing needed

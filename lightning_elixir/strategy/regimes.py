@@ -72,6 +72,7 @@ def with_optimizer(
     regime: TrainingRegime,
     *,
     can_stream: bool,
+    in_step: frozenset[str] = frozenset(),
     num_states: int,
     byte_states: int = 0,
     other_states: OtherStates = (),
@@ -82,14 +83,20 @@ def with_optimizer(
     Args:
         regime: Without it.
         can_stream: Whether its updates may be streamed to the device, and so run behind a forward: `HybridAdam`.
+        in_step: See `TrainingRegime`; empty where none can.
         num_states: States for each element.
         byte_states: Further ones, of one byte each.
         other_states: See `TrainingRegime`.
         whole_update_bytes: See `TrainingRegime`.
     """
-    timing = regime.update_timing if can_stream else UpdateTiming.AFTER_BACKWARD
+    timing = regime.update_timing
+    if not can_stream and not in_step:
+        timing = UpdateTiming.AFTER_BACKWARD
+    elif in_step and timing is UpdateTiming.INSIDE_BACKWARD:  # between backward and these steps come the others
+        timing = UpdateTiming.BEHIND_FORWARD
     return replace(
         regime,
+        in_step=in_step,
         can_stream=can_stream,
         num_states=num_states,
         byte_states=byte_states,

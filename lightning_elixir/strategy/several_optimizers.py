@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import chain
 
 from torch import nn
 from torch.optim import Optimizer
@@ -34,14 +35,17 @@ def check_disjoint(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 def regime_with(regime: TrainingRegime, optimizers: Sequence[ElixirOptimizer], num_averages: int = 0) -> TrainingRegime:
     """What training is like with these optimizers, as they are now: states come with their first steps. A plan says of
-    no chunk whose it is, so it streams only what all can; averages of weights are states more."""
+    no chunk whose it is, so it streams only what all can; averages of weights are states more. Where only some can run
+    behind the next forward, the others' parameters are updated in the step."""
     more = states_of_averages(regime, num_averages)
     states, others = states_of(
         (optimizer.state_count.and_full(more), optimizer.parameter_names()) for optimizer in optimizers
     )
+    in_step = [optimizer.parameter_names() for optimizer in optimizers if not optimizer.can_stream]
     return with_optimizer(
         regime,
-        can_stream=all(optimizer.can_stream for optimizer in optimizers),
+        can_stream=not in_step,
+        in_step=frozenset(chain(*in_step)) if len(in_step) < len(optimizers) else frozenset(),
         num_states=states.full,
         byte_states=states.of_a_byte,
         other_states=others,

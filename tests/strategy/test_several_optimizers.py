@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from torch.utils.data import DataLoader
 
 from lightning_elixir import ElixirStrategy, HybridAdam
 from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.plan.regime import TrainingRegime
+from lightning_elixir.plan.types import UpdateTiming
+from lightning_elixir.strategy.regimes import with_optimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import crossed, full, telling
 
@@ -200,6 +205,45 @@ def test_a_plan_counts_the_states_of_each_parameters_optimizer(rest: Any, precis
     matrices = sum(m.numel for chunk in chunks for m in chunk.members if len(m.shape) == 2)
     assert taken == 4 * (2 * sum(m.numel for chunk in chunks for m in chunk.members) - matrices)
     assert counted == 4 * (2 * sum(chunk.numel for chunk in chunks) - matrices)
+
+
+def _with_matrices(timing: Any, devices: int = 1) -> tuple[UpdateTiming, str, dict[str, Tensor]]:
+    model, strategy = Matrices(HybridAdam), ElixirStrategy(gpu_memory_limit="180KiB", update_timing=timing)
+    _fit(model, strategy, precision="bf16-mixed", devices=devices)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return strategy.plan.update_timing, strategy.plan.explain(), state
+
+
+@pytest.mark.parametrize("devices", [1, full(2)])
+def test_updates_beside_muon_run_behind_the_next_forward(devices: int) -> None:
+    """Those of HybridAdam, where the user has not said otherwise; the plan says so, and no bit depends on it."""
+    found = {}
+    for timing in ("after_backward", "auto", "inside_backward"):
+        each = [_with_matrices(timing)] if devices == 1 else run_ranks(_with_matrices, 2, timing, 2, init_group=False)
+        found[timing] = each[0]
+    after, first, last = UpdateTiming.AFTER_BACKWARD, *(found[name][2] for name in ("after_backward", "auto"))
+    assert [one[0] for one in found.values()] == [after, *[UpdateTiming.BEHIND_FORWARD] * 2]
+    assert [name for name, value in first.items() if not torch.equal(value, last[name])] == []
+    told = r"run behind the next forward, .* \(.* other optimizers' run in their step, of (\d+) of \d+ chunks\)"
+    match = re.search(told, found["auto"][1])
+    assert match is not None
+    assert int(match[1]) > 0
+    assert "other optimizers" not in found["after_backward"][1]
+
+
+def test_what_training_is_like_with_several_optimizers() -> None:
+    inside = replace(TrainingRegime(), update_timing=UpdateTiming.INSIDE_BACKWARD)
+    after, behind = UpdateTiming.AFTER_BACKWARD, UpdateTiming.BEHIND_FORWARD
+    names = frozenset({"a"})
+    for regime, can_stream, in_step, timing in (
+        (inside, True, frozenset(), inside.update_timing),
+        (inside, False, frozenset(), after),
+        (inside, False, names, behind),
+        (replace(inside, update_timing=behind), False, names, behind),
+        (replace(inside, update_timing=after), False, names, after),
+    ):
+        made = with_optimizer(regime, can_stream=can_stream, in_step=in_step, num_states=2)
+        assert (made.update_timing, made.can_stream, made.in_step) == (timing, can_stream, in_step)
 
 
 def _on_ranks(kind: str, options: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor]]:

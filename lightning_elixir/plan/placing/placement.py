@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.activations import has_offloaded
+from lightning_elixir.plan.describe import IN_STEP_NOTE
 from lightning_elixir.plan.memory import MemoryUse, memory_use, num_grad_blocks, problem_of_params_on_nvme
 from lightning_elixir.plan.packing import PackedChunk, pack, padding_bytes, regular_block_bytes, round_up, waste_bytes
 from lightning_elixir.plan.placing.parts import STREAMABLE, gpu_parts, host_parts
@@ -328,8 +329,14 @@ class Placer:
                 "non_model_bytes": use.non_model_bytes,
                 "padding_bytes": padding_bytes(self.layout.packed),
                 "waste_bytes": waste_bytes(self.layout.packed, self.layout.block_bytes),
+                **self._in_step_note(chunks),
             },
         )
+
+    def _in_step_note(self, chunks: Sequence[ChunkSpec]) -> dict[str, str]:
+        beside = [c for c in chunks if c.requires_grad and c.optim_tier is not Tier.GPU]
+        count = sum(self.scheme.regime.is_in_step(c.members) for c in beside)
+        return {IN_STEP_NOTE: f"{count} of {len(beside)}"} if count else {}
 
     def bare_plan(self, chunks: tuple[ChunkSpec, ...], blocks: int, prefetch_depth: int, policy: str) -> Plan:
         """The plan without what is predicted of it, whether or not it fits."""

@@ -479,8 +479,8 @@ class _LayoutSearch(Space):
         if self.is_shared:
             sites.append(SHARDED)
         if self.layout.packed[chunk_id].requires_grad:
-            sites.append(self.kept)
-            if self.is_shared and self.kept != SHARDED_PARAMS:
+            sites.append(self.kept[chunk_id])
+            if self.is_shared and self.kept[chunk_id] != SHARDED_PARAMS:
                 sites.append(SHARDED_PARAMS)
             if self.problem.regime.can_stream:
                 sites += [s._replace(is_update_streamed=True) for s in sites if s.optim_tier is Tier.CPU]

@@ -110,7 +110,10 @@ class Space:
         # over, and the device runs dry meanwhile (seen: 1.29 instead of 1.15 s a step on two H200s, for one chunk).
         # Shards wait until there is a need.
         is_waited_for = self.is_shared and problem.updates.timing is not UpdateTiming.AFTER_BACKWARD
-        self.kept = SHARDED_PARAMS if is_waited_for else KEPT
+        self.kept = [
+            SHARDED_PARAMS if is_waited_for and not problem.regime.is_in_step(c.members) else KEPT for c in packed
+        ]
+        """Of each chunk: where its parameters stay on the GPU, and its states on the host."""
         self.outcomes: dict[Choice, Outcome] = {}
         self._by_placement: dict[tuple[Placement, int], Outcome] = {}
         self._spilling = Spilling(self.placer.scheme)
@@ -256,7 +259,7 @@ class Space:
             taken.add(chunk_id)
         left = [i for i in range(len(packed)) if i not in taken]
         for chunk_id in self._ordered(left, choice.kept, choice.pattern)[: choice.kept]:
-            sites[chunk_id] = self.kept if packed[chunk_id].requires_grad else RESIDENT
+            sites[chunk_id] = self.kept[chunk_id] if packed[chunk_id].requires_grad else RESIDENT
         on_host = [i for i in self.trainable if sites[i].optim_tier is Tier.CPU]
         streamed = round(len(on_host) * choice.streamed_share)
         for chunk_id in self._ordered(on_host, streamed, "spread")[:streamed]:

@@ -61,6 +61,8 @@ class ChunkCosts:
     sum_s: float
     sum_traffic_bytes: int
     handling_s: float
+    is_in_step: bool
+    """Members are updated within the step, whatever the timing; then the chunk counts there."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Costs:
             sum_s=self.sum_s(chunk),
             sum_traffic_bytes=self.sum_traffic_bytes(chunk),
             handling_s=self.handling_s(chunk),
+            is_in_step=self.scheme.regime.is_in_step(chunk.members),
         )
 
     def _fetch(self, chunk: ChunkSpec, *, is_outdated: bool) -> FetchCosts:

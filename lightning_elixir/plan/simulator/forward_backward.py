@@ -58,7 +58,7 @@ class ForwardBackward:
         self._held_up: dict[int, float] = {}  # seconds that a fetch began later because of its chunk's update
         self._reductions: list[float] = []  # ends, of those that may still be under way
         self._sums: deque[float] = deque(maxlen=STAGING_BUFFERS)  # ends of the last additions in host memory
-        self._reduced_s = 0.0  # the last one of a chunk with states on the device
+        self._reduced_s = 0.0  # the last one of a chunk that is updated in the step
 
     def spread(self) -> None:
         """The end of the step before has left the fetch lane with the new values of chunks that every rank keeps."""
@@ -100,7 +100,7 @@ class ForwardBackward:
             for chunk_id in interval.grads:
                 self._gradient(chunk_id)
         clocks.wait(
-            self._reduced_s if self._updates.is_overlapped else clocks.reduce.free_s,
+            self._reduced_s,
             "wait for gradients",
         )
         return clocks.now_s - begin_s
@@ -242,9 +242,9 @@ class ForwardBackward:
         if self._reductions:  # its block is needed for the chunk that follows
             clocks.wait(self._reductions[-1], "wait for a gradient block")
         self._reductions = [end_s]
-        if chunk.optim_tier is Tier.GPU:
-            self._reduced_s = end_s
-        else:
+        if chunk_id not in self._updates.behind:
+            self._reduced_s = landed_s
+        if chunk.optim_tier is not Tier.GPU:
             self._updates.land(chunk, landed_s, stored_s)
 
     def _add_up(self, chunk_id: int, from_s: float) -> float:

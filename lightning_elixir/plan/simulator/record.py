@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lightning_elixir.plan.memory import Scheme, memory_use
 from lightning_elixir.plan.simulator.spans import MemoryPoint, Span
-from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
+from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 
 
 class StepRecord:
@@ -28,7 +28,7 @@ class StepRecord:
     def gradient(self, chunk: ChunkSpec) -> None:
         """A chunk has got gradients, its first ones or more."""
 
-    def begin_update(self, at_s: float, *, is_after_backward: bool) -> None:
+    def begin_update(self, at_s: float) -> None:
         """Activations are gone; gradients go with the update."""
 
     def span(self, lane: str, start_s: float, end_s: float, label: str) -> None:
@@ -52,20 +52,19 @@ class DetailedRecord(StepRecord):
     Args:
         plan: What is simulated.
         scheme: What training does to its chunks.
-        timing: When its updates beside the device run.
         arrivals: Of the step, as in `Course`.
     """
 
     is_detailed = True
 
-    def __init__(self, plan: Plan, scheme: Scheme, timing: UpdateTiming, arrivals: Sequence[int]) -> None:
+    def __init__(self, plan: Plan, scheme: Scheme, arrivals: Sequence[int]) -> None:
         use = memory_use(plan.chunks, plan.rcache_blocks, scheme)
         self._scheme = scheme
         self._block_bytes = plan.block_bytes
-        self._stream_bytes = scheme.stream_bytes(plan.chunks)
+        lasting_bytes = scheme.lasting_stream_bytes(plan.chunks)
+        self._stream_bytes = scheme.stream_bytes(plan.chunks) - lasting_bytes  # of the update alone
         self._resident_bytes = use.gpu_param_bytes + use.gpu_state_bytes
-        stays = timing is not UpdateTiming.AFTER_BACKWARD  # the buffers of streamed updates
-        self._grad_block_bytes = scheme.grad_block_bytes(plan.chunks, arrivals) + (self._stream_bytes if stays else 0)
+        self._grad_block_bytes = scheme.grad_block_bytes(plan.chunks, arrivals) + lasting_bytes
         on_device = [c for c in plan.chunks if c.requires_grad and c.optim_tier is Tier.GPU]
         self._start_grad_bytes = sum(map(scheme.earlier_grad_bytes, on_device))
         self._grad_bytes = 0
@@ -90,8 +89,8 @@ class DetailedRecord(StepRecord):
             self._begun.add(chunk.id)
             self._grad_bytes += self._scheme.grad_shard_bytes(chunk) - self._scheme.earlier_grad_bytes(chunk)
 
-    def begin_update(self, at_s: float, *, is_after_backward: bool) -> None:
-        self._remember(at_s, 0, self._stream_bytes if is_after_backward else 0)
+    def begin_update(self, at_s: float) -> None:
+        self._remember(at_s, 0, self._stream_bytes)
         self._grad_bytes = self._start_grad_bytes
 
     def span(self, lane: str, start_s: float, end_s: float, label: str) -> None:

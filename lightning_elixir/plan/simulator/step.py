@@ -75,10 +75,9 @@ class StepSimulator:
                 costs = self._costs.of(chunk)
                 if chunk.optim_tier is Tier.GPU:
                     step_s += costs.update_s
-                else:
+                elif timing is not UpdateTiming.AFTER_BACKWARD and not costs.is_in_step:
                     traffic += costs.update_traffic_bytes
-        is_overlapped = regime.allowed(timing) is not UpdateTiming.AFTER_BACKWARD
-        memory_s = traffic / rate if rate and is_overlapped else 0.0
+        memory_s = traffic / rate if rate else 0.0
         waiting_s = max(0.0, memory_s - compute_s - step_s)
         return StepTimes(
             total_s=compute_s + step_s + waiting_s,
@@ -110,7 +109,7 @@ class _Steps:
         self._num_backwards = scheme.regime.num_backwards
         beside = [c for c in plan.chunks if c.requires_grad and c.optim_tier is not Tier.GPU]
         timing = scheme.regime.allowed(plan.update_timing) if beside else UpdateTiming.AFTER_BACKWARD
-        record = DetailedRecord(plan, scheme, timing, profile.course.arrivals) if is_detailed else StepRecord()
+        record = DetailedRecord(plan, scheme, profile.course.arrivals) if is_detailed else StepRecord()
         self._clocks = Clocks(record, nvme_buffers(scheme.state_bytes(c) for c in beside if is_on_nvme(c))[0])
         hardware, of_chunks = costs.hardware, list(map(costs.of, plan.chunks))
         self._updates = Updates(

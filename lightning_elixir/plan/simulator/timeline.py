@@ -5,7 +5,7 @@ works in parallel: the compute stream, the lane that fetches, the lane that redu
 the stream of updates, and the two directions of the bus that they share. The rules are those of the runtime ([Note:
 stream rule], `core/device.py`): a fetch begins when it was issued and all that the compute stream was given before is
 done, and not before its chunk's update; a gradient block is free when the reduction before the last one has ended;
-updates begin when the plan's `update_timing` says.
+updates begin when the plan's `update_timing` says, or in the step where their optimizer can do no other.
 
 Memory is the highest moment, not a sum of peaks: gradients come while activations go. Reads and writes of states,
 parameters and gradients on NVMe share the disk, a lane of its own; a step is never predicted to be shorter than what
@@ -29,7 +29,7 @@ from lightning_elixir.plan.simulator.cost import is_time_known
 from lightning_elixir.plan.simulator.rcache_script import RCacheScripts
 from lightning_elixir.plan.simulator.spans import MemoryPoint, Span, Timeline
 from lightning_elixir.plan.simulator.step import StepSimulator
-from lightning_elixir.plan.types import AccessTrace, Acquire, Alternative, ChunkSpec, Drop, Plan, Tier, UpdateTiming
+from lightning_elixir.plan.types import AccessTrace, Acquire, Alternative, ChunkSpec, Drop, Plan, Tier
 
 __all__ = [
     "MemoryPoint",
@@ -189,7 +189,7 @@ def _highest(chunks: Sequence[ChunkSpec], course: Course, scheme: Scheme, use: M
     stream_bytes = scheme.stream_bytes(chunks)
     at_end = blocks + sum(shards.values())
     highest = _Highest(fixed + at_end + stream_bytes, at_end, stream_bytes, 0)  # the update
-    stays = stream_bytes if scheme.updates.timing is not UpdateTiming.AFTER_BACKWARD else 0
+    stays = scheme.lasting_stream_bytes(chunks)
     before = {chunk_id: scheme.earlier_grad_bytes(chunk) for chunk_id, chunk in of_gpu.items()}
     added = scheme.added_grad_bytes(chunks, course.arrivals)
     held = blocks + sum(before.values())

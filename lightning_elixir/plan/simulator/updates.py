@@ -37,14 +37,17 @@ class Updates:
         hardware: HardwareSpec,
     ) -> None:
         self._plan, self._costs, self._clocks = plan, costs, clocks
-        self._timing, self._needed = timing, needed
+        self._needed = needed
         self.trained = [c for c in plan.chunks if c.requires_grad]
         self.beside_device = [c for c in self.trained if c.optim_tier is not Tier.GPU]
+        is_behind = timing is not UpdateTiming.AFTER_BACKWARD
+        self.behind = {c.id: c for c in self.beside_device if is_behind and not costs[c.id].is_in_step}
+        """Chunks whose updates do not end with the step, by id."""
         # With spare states for any chunk, nothing is promised of the step: the others' updates wait for it.
         only_into_spares = plan.has_spare_states or needs_global_norm
         self._early = {
             c.id
-            for c in self.beside_device
+            for c in self.behind.values()
             if timing is UpdateTiming.INSIDE_BACKWARD
             and not has_params_on_nvme(c)  # backward reads those until it is over
             and (c.has_spare_states or not only_into_spares)
@@ -57,8 +60,8 @@ class Updates:
         """The disk reads and writes for them."""
         self.write_back_s = sum(costs[c.id].write_back_s for c in self.trained)
         """The bus to the device brings their new values."""
-        self.traffic_bytes = sum(costs[c.id].update_traffic_bytes for c in self.beside_device)
-        """Read and written in host memory."""
+        self.traffic_bytes = sum(costs[i].update_traffic_bytes for i in self.behind)
+        """Read and written in host memory beside forward and backward."""
         self._landed_s: dict[int, float] = {}  # when a chunk's gradients were where its update wants them
 
     @property
@@ -69,22 +72,22 @@ class Updates:
     @property
     def host_s(self) -> float:
         """Of the host's own arithmetic, one update after the other."""
-        return self._kinds_s()[0]
+        return self._kinds_s(self.beside_device)[0]
 
     def share_memory(self, copied_bytes_per_s: float, host_bytes_per_s: float) -> None:
-        """From now on updates beside the device take as much longer as they and the copies over the bus together ask
-        more of the host's memory than it gives.
+        """From now on updates beside forward and backward take as much longer as they and the copies over the bus
+        together ask more of the host's memory than it gives.
 
         Args:
             copied_bytes_per_s: Of copies beside them, but for gradients, which count as traffic of the updates.
             host_bytes_per_s: What the memory gives; more, if updates alone were measured to take more.
         """
         self._update_s = self._alone_s
-        alone_s = max(self._kinds_s())
+        alone_s = max(self._kinds_s(self.behind.values()))
         if alone_s:
             asked = self.traffic_bytes / alone_s
             factor = max(1.0, (asked + copied_bytes_per_s) / max(host_bytes_per_s, asked))
-            self._update_s = self._slowed(factor, {c.id for c in self.beside_device})
+            self._update_s = self._slowed(factor, self.behind)
 
     def _slowed(self, factor: float, ids: Collection[int]) -> dict[int, float]:
         """Seconds of each update, where those of some chunks take so many times as long."""
@@ -92,8 +95,8 @@ class Updates:
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether updates beside the device run beside forward."""
-        return self._timing is not UpdateTiming.AFTER_BACKWARD
+        """Whether any updates run beside forward."""
+        return bool(self.behind)
 
     def land(self, chunk: ChunkSpec, in_host_memory_s: float, stored_s: float) -> None:
         """A chunk's gradients have come down: to the host's memory, and to where they stay."""
@@ -102,30 +105,22 @@ class Updates:
         self._landed_s[chunk.id] = stored_s
 
     def run(self, begin_s: float) -> None:
-        """The end of the step that began at `begin_s`; then the next forward may begin."""
-        clocks = self._clocks
-        clocks.record.begin_update(clocks.now_s, is_after_backward=not self.is_overlapped)
-        if self.is_overlapped:
-            self._start()
-        else:
-            self._finish()
-        clocks.forget(begin_s)
-
-    # Beside forward and backward
-
-    def _start(self) -> None:
-        """Updates on the device, then the next forward begins; the others are in the backlog, in the order of need."""
-        clocks = self._clocks
-        begin_s, backlog = clocks.now_s, clocks.backlog
-        for chunk in self.beside_device:
+        """The end of the step that began at `begin_s`; then the next forward may begin. What runs behind that is in the
+        backlog, in the order of need; the others' updates come first."""
+        clocks, backlog = self._clocks, self._clocks.backlog
+        now_s = clocks.now_s
+        clocks.record.begin_update(now_s)
+        for chunk in self.behind.values():
             if chunk.id not in self._early:
-                backlog.add(self._work(chunk), max(begin_s, self._landed_s.get(chunk.id, 0.0)))
-        backlog.step(self._needed, begin_s)
-        self._update_on_device()
+                backlog.add(self._work(chunk), max(now_s, self._landed_s.get(chunk.id, 0.0)))
+        if self.behind:
+            backlog.step(self._needed, now_s)
+        self._finish()
         if self._plan.world_size > 1:  # replicas that all keep are gathered at once, by hosts that wait for them
-            for chunk in self.beside_device:
+            for chunk in self.behind.values():
                 if chunk.is_persistent and chunk.id in backlog:
                     clocks.wait(backlog.done_s(chunk.id, clocks.now_s), f"wait for the update of chunk {chunk.id}")
+        clocks.forget(begin_s)
 
     def _work(self, chunk: ChunkSpec) -> Work:
         costs = self._costs[chunk.id]
@@ -143,16 +138,15 @@ class Updates:
             if chunk.optim_tier is Tier.GPU:
                 self._clocks.compute(self._update_s[chunk.id], f"update {chunk.id}")
 
-    # After backward
-
     def _finish(self) -> None:
-        """Updates on the device, streamed ones and those of the host run side by side, each kind in turn; the last two
-        share the host's memory, and slow each other down."""
+        """Updates of the step: on the device, streamed ones and those of the host run side by side, each kind in turn;
+        the last two share the host's memory, and slow each other down."""
         clocks, record, backlog = self._clocks, self._clocks.record, self._clocks.backlog
         begin_s = last_s = clocks.now_s
+        beside = [c for c in self.beside_device if c.id not in self.behind]
         streamed: list[tuple[float, str]] = []
         written: list[tuple[float, float, str]] = []  # when the host has made the new values, seconds of the bus
-        for chunk in self.beside_device:
+        for chunk in beside:
             seconds, label = self._update_s[chunk.id], f"update {chunk.id}"
             if chunk.is_update_streamed:
                 streamed.append((seconds, label))
@@ -167,7 +161,7 @@ class Updates:
                 written.append((last_s, work.write_back_s, f"write back {chunk.id}"))
         self._update_on_device()
         clocks.now_s = max(clocks.now_s, last_s, self._share_bus(begin_s, streamed, written))
-        for chunk in self.beside_device:
+        for chunk in beside:
             if chunk.id in backlog:
                 clocks.now_s = max(clocks.now_s, backlog.done_s(chunk.id, begin_s))
 
@@ -188,7 +182,7 @@ class Updates:
 
     def _stream_slowdown(self, hardware: HardwareSpec) -> float:
         """How much longer streamed updates take beside the host's own."""
-        host_s, streamed_s = self._kinds_s()
+        host_s, streamed_s = self._kinds_s(self.beside_device)
         if not host_s or not streamed_s:
             return 1.0
         host_numel, streamed_numel = (
@@ -199,7 +193,7 @@ class Updates:
         done = min(streamed_numel, beside * host_s)
         return (done / beside + (streamed_numel - done) * streamed_s / streamed_numel) / streamed_s
 
-    def _kinds_s(self) -> list[float]:
-        """All updates by the host, and all streamed ones, one after the other."""
-        beside, seconds = self.beside_device, self._update_s
-        return [sum(seconds[c.id] for c in beside if c.is_update_streamed is kind) for kind in (False, True)]
+    def _kinds_s(self, chunks: Collection[ChunkSpec]) -> list[float]:
+        """All updates of these by the host, and all streamed ones, one after the other."""
+        seconds = self._update_s
+        return [sum(seconds[c.id] for c in chunks if c.is_update_streamed is kind) for kind in (False, True)]

@@ -221,6 +221,23 @@ def test_what_several_ranks_keep_whole_has_its_states_there_too() -> None:
     assert seen  # shards on the device, states on the host
 
 
+def test_what_is_updated_in_the_step_may_be_kept_whole() -> None:
+    """No host waits for that: it is over when the step is."""
+    specs = layers(4)
+    layout, accesses = layout_of(specs, world_size=2), accesses_of(specs)
+    behind = replace(MIXED, update_timing=UpdateTiming.BEHIND_FORWARD)
+    for in_step in (0, 1, 4):
+        fqns = [member.fqn for chunk in layout.packed[:in_step] for member in chunk.members]
+        regime = replace(behind, in_step=frozenset(fqns))
+        problem = Problem(asked(accesses=accesses), Budget(), 2, regime, HARDWARE["nominal"]).with_updates(
+            regime.waiting()
+        )
+        space = Space(Candidate(layout, structural_profile(layout, accesses, problem.hardware)), problem)
+        count = len(layout.packed)
+        assert [site.is_persistent for site in space.kept] == [True] * in_step + [False] * (count - in_step)
+        assert [c.is_persistent for c in space.look(Choice(kept=count)).chunks] == [s.is_persistent for s in space.kept]
+
+
 def test_frozen_parameters_take_no_states() -> None:
     specs = [spec(f"base{i}.w", 1024, requires_grad=False) for i in range(6)] + [spec("lora.w", 1024)]
     whole = 16 * KIB + 6 * 4 * KIB  # the gradient block stays as the shard
@@ -645,7 +662,7 @@ def test_the_parts_of_the_missing_gpu_memory_add_up(whole: int, other: int, timi
         parts, need = parts_and_need(str(caught.value))
         assert sum(parts) == need, caught.value
         are_named = "buffers of updates of whole parameters, as Muon's: up to 80 bytes for each" in str(caught.value)
-        assert are_named == (whole > 8 or (whole > 0 and timing is not UpdateTiming.AFTER_BACKWARD))
+        assert are_named == (whole > 8)  # whatever the timing, they are there in the update alone
 
 
 @pytest.mark.parametrize(("whole", "is_advised"), [(64, False), (8, True)])
@@ -1041,7 +1058,9 @@ def test_a_glimpse_tells_what_is_slower_and_of_all_else_what_a_look_does() -> No
     for _ in range(40):
         case = random_case(random, hardware=HARDWARE[random.choice(list(HARDWARE))])
         timing = random.choice(list(UpdateTiming))
-        case = replace(case, problem=changed(case.problem, update_timing=timing))
+        names = [m.fqn for c in case.layout.packed for m in c.members]
+        in_step = frozenset(random.sample(names, random.choice((0, 0, len(names) // 2))))
+        case = replace(case, problem=changed(case.problem, update_timing=timing, in_step=in_step))
         problem = case.problem.with_updates(case.problem.regime.waiting())
         looked, glimpsed = (Space(Candidate(case.layout, case.profile), problem) for _ in range(2))
         numbers = range(len(case.layout.packed) + 1)

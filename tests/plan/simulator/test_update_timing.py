@@ -84,6 +84,32 @@ def test_parameters_that_stay_wait_for_their_update_and_the_way_up(timing: Updat
     assert (waits[0].start_s, waits[0].end_s) == pytest.approx((0, waiting_s))
 
 
+def test_what_is_updated_in_the_step_counts_there_and_the_others_are_hidden() -> None:
+    """Chunk 0 is updated in the step: 4 ms there, whether or not others have members in it. Chunk 3, which is needed
+    last, hides behind forward, as it does alone."""
+    plan, profile = offloaded(4), there_and_back(4, 20e-3)
+    frozen = make_plan_of([replace(c, requires_grad=c.id in (0, 3)) for c in plan.chunks], 4, 2)
+    mixture = frozenset({"p0", "unknown"})
+    for timing in (BEHIND, INSIDE):
+        times = run(frozen, timing, profile, machine(), in_step=mixture).times
+        assert (times.step_s, times.update_waiting_s) == pytest.approx((4e-3, 0))
+        assert times.waiting_s == pytest.approx(2e-3)  # its gradients, the last, and its fetch
+        assert times.adam_s == pytest.approx(8e-3)
+    after = run(frozen, AFTER, profile, machine()).times
+    assert after.step_s == pytest.approx(8e-3)
+    assert run(frozen, AFTER, profile, machine(), in_step=mixture).times == after
+    everything = frozenset({"p0", "p3"})
+    assert run(frozen, BEHIND, profile, machine(), in_step=everything).times == after
+
+
+def test_the_step_waits_for_gradients_of_what_it_updates_alone() -> None:
+    """The last gradients, of chunk 0, are no matter of the step where that hides."""
+    profile = there_and_back(4, 20e-3)
+    times = run(offloaded(4), BEHIND, profile, machine(), in_step=frozenset({"p3"})).times
+    alone = run(offloaded(4), BEHIND, profile, machine()).times
+    assert (times.step_s, times.waiting_s) == pytest.approx((4e-3, alone.waiting_s))
+
+
 def test_updates_on_the_device_stay_in_the_step() -> None:
     plan = make_plan_of([*chunks_at(RESIDENT, 1), *chunks_at(KEPT, 4)[1:]], 0)
     times = run(plan, INSIDE, there_and_back(4, 20e-3), machine()).times
@@ -237,7 +263,8 @@ def test_the_books_of_overlapped_steps_balance() -> None:
     for _ in range(150):
         plan, profile, hardware = random_problem(random)
         timing = random.choice((BEHIND, INSIDE))
-        timeline = run(plan, timing, profile, hardware, is_detailed=True)
+        in_step = frozenset(c.members[0].fqn for c in plan.chunks if random.random() < random.choice((0, 0, 0.5)))
+        timeline = run(plan, timing, profile, hardware, is_detailed=True, in_step=in_step)
         times, costs = timeline.times, Costs(hardware, scheme_of(plan, MIXED))
         assert times.waiting_s + times.compute_s + times.step_s == pytest.approx(times.total_s)
         assert -1e-12 <= times.update_waiting_s <= times.waiting_s + 1e-12
@@ -294,6 +321,22 @@ def test_the_buffers_of_the_stream_stay_while_it_may_be_needed() -> None:
         peaks.append(timeline.peak_gpu_bytes)
         assert max(p.total_bytes for p in timeline.memory) <= timeline.peak_gpu_bytes
     assert peaks == [5 * BLOCK_BYTES + 9_000, *[5 * BLOCK_BYTES + 14_000] * 2]
+
+
+def test_the_buffers_of_whole_parameters_are_there_in_the_step_alone() -> None:
+    """Under every timing: the highest moment is in backward, as without them, or in the update."""
+    profile = there_and_back(3)
+    profile = replace(profile, intervals=tuple(replace(i, non_model_bytes=9_000) for i in profile.intervals))
+    for timing in UpdateTiming:
+        plan = replace(offloaded(3), update_timing=timing)
+        for whole_bytes, highest in ((0, 9_000), (5_000, 9_000), (10_000, 10_000)):
+            regime = TrainingRegime(whole_update_bytes=whole_bytes, in_step=frozenset({"p1"}))
+            timeline = simulate_step(plan, profile, machine(), scheme_of(plan, regime), is_detailed=True)
+            assert timeline.peak_gpu_bytes == 5 * BLOCK_BYTES + highest
+            assert max(p.total_bytes for p in timeline.memory) <= timeline.peak_gpu_bytes
+            in_update = [p.grad_bytes for p in timeline.memory if not p.non_model_bytes]
+            assert {p.grad_bytes for p in timeline.memory if p.non_model_bytes} == {2 * BLOCK_BYTES}
+            assert in_update == [2 * BLOCK_BYTES + whole_bytes]
 
 
 def test_gradients_in_compute_shards_take_no_host_memory() -> None:
