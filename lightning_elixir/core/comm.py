@@ -360,6 +360,7 @@ class GroupComm:
         beside: All groups that are made at this point, by all ranks of the default group, this one among them. None:
             only the ranks of this group make it.
         has_reductions: See `part`.
+        is_lent: Whether the group is somebody else's, and stays when this is closed.
     """
 
     def __init__(
@@ -370,8 +371,10 @@ class GroupComm:
         beside: Sequence[list[int]] | None = None,
         *,
         has_reductions: bool = True,
+        is_lent: bool = True,
     ) -> None:
         self._given = group
+        self._is_lent = is_lent
         self._beside = beside
         self._has_reductions = has_reductions
         self._linked: weakref.WeakSet[GroupComm] = weakref.WeakSet()  # they leave with this one
@@ -404,6 +407,8 @@ class GroupComm:
             self._line.add(self._place, self)
 
     def _open_groups(self) -> None:
+        for abandoned in self._line.take_abandoned():
+            _destroy(abandoned)
         if not self._is_apart:
             is_own = self._backend == "gloo"
             self._data = _new_group(self._ranks, self._timeout, self._backend, self._beside) if is_own else self._given
@@ -411,6 +416,10 @@ class GroupComm:
             if self._has_reductions:
                 self._reduce = _new_group(self._ranks, self._timeout, self._backend, self._beside)
         self._control = _new_group(self._ranks, self._timeout, "gloo", self._beside)
+        # An engine that nobody closes goes with its model, and torch would keep its groups, each with threads and open
+        # files, for as long as the process lives. NCCL's are closed together with the other ranks alone.
+        left = [weakref.ref(one) for one in self._own_groups() if dist.get_backend(one) == "gloo"]
+        weakref.finalize(self, self._line.abandoned.extend, left).atexit = False
         # Names come again where a process group is made anew over the same store, with what was written there.
         told = self._exchange_values((Process.this(), uuid.uuid4().hex, self._line.tied))
         processes, names, tied = zip(*told, strict=True)
@@ -659,7 +668,9 @@ class GroupComm:
         beside = named if self.world_size == dist.get_world_size() else None
         with self.collective():
             group = _new_group(own, self._timeout, self._backend, beside)
-        made = GroupComm(group, self._device, self._timeout, beside, has_reductions=has_reductions)
+        made = GroupComm(
+            group, self._device, self._timeout, beside, has_reductions=has_reductions, is_lent=beside is None
+        )
         for other in (self, *self._linked):
             made._linked.add(other)
             other._linked.add(made)
@@ -834,14 +845,24 @@ class GroupComm:
         if self._watch is not None:
             self._watch.stop()
         self._line.remove(self._place)
-        # Groups of some of the ranks stay until the end of the process: see `_new_group`.
         if self._loss is not None or self._is_apart or not dist.is_initialized():
             return
         self._roster.tell_closed(self._place.count)
-        if dist.get_world_size() == self.world_size:
-            own = [self._control, *([self._reduce] if self._has_reductions else [])]
-            for group in (*own, *([self._data] if self._data is not self._given else [])):
-                dist.destroy_process_group(group)
+        for group in self._own_groups():
+            dist.destroy_process_group(group)
+
+    def _own_groups(self) -> list[dist.ProcessGroup]:
+        """What is destroyed when this is closed. Groups that some of the ranks have made by themselves stay until the
+        end of the process (see `_new_group`), and so do NCCL's of a part of the ranks."""
+        is_partial = dist.get_world_size() != self.world_size
+        if is_partial and self._beside is None:
+            return []
+        own = [self._control]
+        if not self._is_apart and not (is_partial and self._backend != "gloo"):
+            own += [self._reduce] if self._has_reductions else []
+            own += [self._data] if self._data is not self._given else []
+            own += [self._given] if self._backend == "gloo" and not self._is_lent else []
+        return own
 
 
 def _lose(comm: weakref.ref[GroupComm]) -> None:

@@ -299,6 +299,9 @@ class Line:
         self._watch: Watch | None = None
         self.lost: dict[int, str] = {}
         """Ranks whose hosts have vanished, and what to say of that. Filled by the thread of the lifelines."""
+        self.abandoned: list[weakref.ref[dist.ProcessGroup]] = []
+        """Groups of what the garbage collector has taken before it was closed. To be destroyed where groups are made:
+        the collector may run inside of torch's own list of them."""
         self._lifelines: Lifelines | None = None
         # Of the thread that looks
         self._seen: Wait | None = None
@@ -310,6 +313,11 @@ class Line:
         self._has_peer_told = False
         for key in (str(self.rank), f"verdict/{self.rank}"):  # of an earlier process group over the same store
             self._set(key, "")
+
+    def take_abandoned(self) -> list[dist.ProcessGroup]:
+        """What `abandoned` has, which is empty then."""
+        taken = [self.abandoned.pop() for _ in range(len(self.abandoned))]
+        return [group for group in (known() for known in taken) if group is not None]
 
     # Of threads that wait
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,3 +77,27 @@ def gathers_that_keep_memory() -> int:
 def test_what_is_gathered_is_shared_with_nobody_afterwards() -> None:
     """Or it would look as if a user kept a tensor over it, on one rank and not on another."""
     assert run_ranks(gathers_that_keep_memory, 3, timeout_s=60.0) == [0] * 3
+
+
+def groups_after_rounds(is_closed: bool) -> list[int]:
+    """How many groups torch knows after each of several comms, with a part and one apart, which go in one way."""
+    numbers = []
+    for _ in range(4):
+        comm = make_comm(None, torch.device("cpu"))
+        part = comm.part([[0, 1], [2]], has_reductions=True)
+        apart = comm.apart()
+        for one in (comm, apart, part):
+            one.exchange([dist.get_rank()])
+        if is_closed:
+            part.close()
+            comm.close()
+        del comm, part, apart, one
+        gc.collect()
+        numbers.append(len(dist.distributed_c10d._world.pg_map))
+    return numbers
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_groups_go_with_what_made_them(is_closed: bool) -> None:
+    for numbers in run_ranks(groups_after_rounds, 3, is_closed):
+        assert len(set(numbers)) == 1
