@@ -173,7 +173,8 @@ def agree_on_limits(
     if any(row[3] for row in rows):
         raise StateError(
             "memory limits cannot change while gradients wait for a step: call set_memory_limit() after step() or"
-            " zero_grad(), with accumulation after the last micro-batch"
+            " the module's zero_grad() (with several optimizers, theirs leave gradients of parameters that none has),"
+            " with accumulation after the last micro-batch"
         )
     return MemoryLimits(*(None if size == _NOT_GIVEN else size for size in asked))
 
