@@ -231,7 +231,7 @@ class Backwards:
     def _collect_timed(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
         sampler, reducer = self._engine.iterations.sampler, self._engine.reducer
         sampler.before_collect()
-        if not reducer.has_collected(chunk.id):
+        if not reducer.is_collecting(chunk.id):
             sampler.grads_begin(chunk.id)
         if reducer.collect(chunk, index, parameter):
             sampler.grads_complete((chunk.id,))

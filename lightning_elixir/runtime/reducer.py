@@ -220,9 +220,9 @@ class Reducer:
             self._advance(chunk_id)
         return is_first
 
-    def has_collected(self, chunk_id: int) -> bool:
-        """Whether a gradient of the chunk has come in this backward."""
-        return chunk_id in self._collected or chunk_id in self._reduced_now
+    def is_collecting(self, chunk_id: int) -> bool:
+        """Whether gradients of the chunk have come in this backward that are not reduced yet."""
+        return chunk_id in self._collected
 
     # End of backward. Between these calls, the engine agrees with the other ranks.
 

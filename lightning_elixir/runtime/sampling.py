@@ -104,7 +104,7 @@ class _Sample:
     """None: it took another way than the known one."""
     grads: list[list[int]]
     arrivals: list[list[int]]
-    """Chunks, as their first and their last gradient came."""
+    """As in `StepInterval`."""
     peaks: list[int] | None
     levels: list[int]
     """Bytes beside the engine's own at each access, before anything was fetched for it; empty without peaks."""
@@ -234,7 +234,8 @@ class StepSampler:
             self.restart_peak()
 
     def grads_begin(self, chunk_id: int) -> None:
-        """The first gradient of a chunk has come, and is still autograd's while there is a block for it."""
+        """The first gradient of a chunk has come, or one after the chunk was reduced, and is still autograd's while there
+        is a block for it."""
         if self._grads is None:
             return
         if not self._has_accesses:

@@ -6,9 +6,10 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_elixir import HybridAdam
+from lightning_elixir.plan.memory import num_grad_blocks
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.timeline import scheme_of, simulate_step
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -98,4 +99,51 @@ def test_the_highest_moment_is_what_is_counted(
     tolerance = blocks_apart * max(c.nbytes for c in plan.chunks)
     assert 0 <= timeline.peak_gpu_bytes - device.most_bytes <= tolerance + foreign
     assert max(point.total_bytes for point in timeline.memory) <= timeline.peak_gpu_bytes
+    module.close()
+
+
+class Experts(nn.Module):
+    """Layers that loop over what was routed to each expert; those without tokens get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(16, 8, bias=False) for _ in range(6))
+        self.experts = nn.ModuleList(
+            nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(8))
+            for _ in range(6)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for gate, experts in zip(self.gates, self.experts, strict=True):
+            weights, chosen = gate(x).softmax(-1).max(-1)
+            out = torch.zeros_like(x)
+            for number, expert in enumerate(experts):
+                (hit,) = torch.nonzero(chosen == number, as_tuple=True)
+                if len(hit):
+                    out = out.index_add(0, hit, weights[hit, None] * expert(x[hit]))
+            x = x + out
+        return x
+
+
+def test_blocks_of_experts_that_tokens_come_to_in_some_steps_only_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks wait for gradients that do not come, and others get more than in the step before."""
+    torch.manual_seed(0)
+    model = Experts()
+    device = use_metered_device(monkeypatch)
+    plan = make_plan(model, placement_policy="cpu", chunk_size=10 * KIB)
+    module = ElixirModule(model, plan)
+    optimizer = ElixirOptimizer(module, HybridAdam(model.parameters(), lr=1e-8))
+    engine = module.engine
+    engine.sample_activations(True)
+    for seed in range(4):  # blocks alone are counted
+        device.give_back()
+        device.restart_most()
+        x = torch.randn(5, 16, generator=torch.Generator().manual_seed(seed))
+        optimizer.backward(module(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        profile = engine.step_profile()
+        assert profile is not None
+        count = num_grad_blocks(plan.chunks, 1, profile.course.arrivals)
+        assert 10 < count <= device.most_bytes // plan.block_bytes <= count + plan.rcache_blocks
     module.close()
