@@ -187,8 +187,8 @@ class StepInterval:
     moves: ActivationMoves = NO_MOVES
     arrivals: tuple[int, ...] = ()
     """Chunks in the order in which their first and their last gradient comes, each once for either; a third time where
-    more come after all that were expected, as of experts that had no token in the step before: these wait until backward
-    ends. None: those of `grads` get all of theirs in it, one after the other."""
+    more come after all that were expected, as of experts that had no token in the step before: these wait until
+    backward ends. None: those of `grads` get all of theirs in it, one after the other."""
 
 
 class Course(NamedTuple):
