@@ -529,6 +529,7 @@ class Forwards:
         staying = frozenset(chunk.id for chunk in self._engine.plan.chunks if chunk.is_persistent)
         if is_first or staying != self._staying:
             self._staying = staying
+            self._engine.iterations.traces.outdate()
             self._look_for_compiled()
         else:
             self._watch()
@@ -551,7 +552,6 @@ class Forwards:
         self._light = []
         self._covered_ids.clear()
         self._entered_ids.clear()
-        engine.iterations.traces.outdate()
         self._watch()
 
     def _watch(self) -> None:

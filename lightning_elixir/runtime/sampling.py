@@ -234,7 +234,7 @@ class StepSampler:
             self.restart_peak()
 
     def grads_begin(self, chunk_id: int) -> None:
-        """The first gradient of a chunk has come, or one after the chunk was reduced, and is still autograd's while
+        """The first gradient of a chunk has come, or one after the chunk was reduced. It is still autograd's while
         there is a block for it."""
         if self._grads is None:
             return
