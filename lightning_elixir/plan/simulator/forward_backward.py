@@ -58,7 +58,8 @@ class ForwardBackward:
         self._held_up: dict[int, float] = {}  # seconds that a fetch began later because of its chunk's update
         self._reductions: list[float] = []  # ends, of those that may still be under way
         self._sums: deque[float] = deque(maxlen=STAGING_BUFFERS)  # ends of the last additions in host memory
-        self._reduced_s = 0.0  # the last one of a chunk that is updated in the step
+        # Of chunks that are updated in the step: when the last gradient is reduced, and when all are added up.
+        self._reduced_s = self._summed_s = 0.0
 
     def spread(self) -> None:
         """The end of the step before has left the fetch lane with the new values of chunks that every rank keeps."""
@@ -99,16 +100,14 @@ class ForwardBackward:
                 self._send_activations(interval.moves)
             for chunk_id in interval.grads:
                 self._gradient(chunk_id)
-        clocks.wait(
-            self._reduced_s,
-            "wait for gradients",
-        )
+        clocks.wait(self._reduced_s, "wait for gradients")
         return clocks.now_s - begin_s
 
     def wait_for_sums(self) -> float:
-        """The last gradient is added to those of earlier micro-batches; returns the seconds that this takes."""
+        """What is updated in the step waits until its last gradients are added to those of earlier micro-batches, which
+        the next forward does not; returns the seconds that this takes."""
         begin_s = self._clocks.now_s
-        self._clocks.wait(max(self._sums, default=0.0), "wait for gradients")
+        self._clocks.wait(self._summed_s, "wait for gradients")
         return self._clocks.now_s - begin_s
 
     def _bring_activations(self, moves: ActivationMoves) -> None:
@@ -243,7 +242,7 @@ class ForwardBackward:
             clocks.wait(self._reductions[-1], "wait for a gradient block")
         self._reductions = [end_s]
         if chunk_id not in self._updates.behind:
-            self._reduced_s = landed_s
+            self._reduced_s, self._summed_s = end_s, max(self._summed_s, landed_s)
         if chunk.optim_tier is not Tier.GPU:
             self._updates.land(chunk, landed_s, stored_s)
 

@@ -204,8 +204,7 @@ class _Steps:
             seconds = micro_batch()
             once, times = replace(clocks.busy), times - 1
         seconds += times * micro_batch()
-        if not self._updates.is_overlapped:
-            seconds += self._forward_backward.wait_for_sums()
+        seconds += self._forward_backward.wait_for_sums()
         clocks.busy = clocks.busy.repeated(once, times)
         return seconds
 

@@ -173,6 +173,24 @@ def test_a_gradient_waits_for_a_buffer_to_be_added_from() -> None:
     assert timeline.times.total_s > added[-1]  # the update needs the sums
 
 
+@pytest.mark.parametrize("in_step", [frozenset(), frozenset({"p0"}), frozenset({"p3"})])
+def test_sums_are_waited_for_once_by_what_is_updated_in_the_step(in_step: frozenset[str]) -> None:
+    """A sum takes 4 ms, an update 14; the next forward of the step does not wait for sums. The one of chunk 3 hides
+    behind backward, as do the updates of the others where it alone is updated in the step."""
+    hardware, timing = machine(cpu_adam_numel_per_s=NUMEL / 14e-3), BEHIND if in_step else AFTER
+    times = run(offloaded(4), timing, there_and_back(4, 20e-3), hardware, num_backwards=3, in_step=in_step).times
+    last_s = 0.0 if "p3" in in_step else 3 * 1e-3 + 4e-3  # of each backward, the way down; of the last one, the sum
+    assert times.waiting_s - times.update_waiting_s == pytest.approx(3 * 1e-3 + last_s)  # fetches
+    assert times.step_s == pytest.approx(14e-3 * (len(in_step) or 4))
+
+
+def test_sums_are_waited_for_also_where_a_chunk_of_the_gpu_comes_last() -> None:
+    """The first of three sums of 30 ms begins 61 ms before the end of backward."""
+    plan = make_plan_of([*chunks_at(RESIDENT, 1), *chunks_at(KEPT, 4)[1:]], 0)
+    hardware = machine(cpu_adam_numel_per_s=NUMEL / 105e-3)
+    assert run(plan, AFTER, there_and_back(4, 20e-3), hardware, num_backwards=3).times.waiting_s == pytest.approx(31e-3)
+
+
 @pytest.mark.parametrize("options", [{"num_backwards": 2}, {"accumulates": True}])
 def test_gradients_that_are_added_to_are_not_used_inside_backward(options: dict[str, Any]) -> None:
     profile = there_and_back(4, 20e-3)
