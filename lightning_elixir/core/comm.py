@@ -849,7 +849,7 @@ class GroupComm:
             return
         self._roster.tell_closed(self._place.count)
         for group in self._own_groups():
-            dist.destroy_process_group(group)
+            _destroy(group)
 
     def _own_groups(self) -> list[dist.ProcessGroup]:
         """What is destroyed when this is closed. Groups that some of the ranks have made by themselves stay until the

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,6 +96,25 @@ def groups_after_rounds(is_closed: bool) -> list[int]:
         gc.collect()
         numbers.append(len(dist.distributed_c10d._world.pg_map))
     return numbers
+
+
+def closed_after_a_new_start(path: str) -> list[int]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    comm = make_comm(None, torch.device("cpu"))
+    part = comm.part([[0, 1], [2]], has_reductions=True)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
+    part.close()
+    comm.close()
+    again = make_comm(None, torch.device("cpu"))
+    rows = again.exchange([rank])
+    again.close()
+    return [row[0] for row in rows]
+
+
+def test_what_is_closed_may_have_lost_its_process_group(tmp_path: Path) -> None:
+    """Users have ended it, and begun another one."""
+    assert run_ranks(closed_after_a_new_start, 3, str(tmp_path / "store")) == [[0, 1, 2]] * 3
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
