@@ -109,7 +109,7 @@ class AdamStates:
 
     def _clear_gaps(self, moment: Tensor) -> None:
         """Write zeros between the segments."""
-        for place, start, end in zip(self.places, self._starts, [*self._starts[1:], moment.numel()], strict=True):
+        for place, start, end in zip(self.places, self._starts, [*self._starts, moment.numel()][1:], strict=True):
             moment[start + place.numel : end].zero_()
 
     def allocate_spares(self) -> None:

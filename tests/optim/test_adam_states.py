@@ -16,6 +16,13 @@ def _zeros(numel: int, dtype: torch.dtype, *, is_locked: bool = True, is_overwri
     return torch.full((numel,), torch.nan if is_overwritten else 0.0, dtype=dtype)
 
 
+def test_values_may_come_to_a_shard_without_segments() -> None:
+    """As where what it had has left the optimizer's groups."""
+    states = AdamStates([], ALIGN_NUMEL, torch.float32, _zeros, None, is_sent=False)
+    states.allocate(is_coming=True)
+    assert [moment.numel() for moment in states.moments] == [0, 0]
+
+
 def test_memory_that_held_something_is_zeros_where_no_values_come() -> None:
     """Between the segments, and where one without states gets some later."""
     states = AdamStates(PLACES, 3 * ALIGN_NUMEL, torch.float32, _zeros, None, is_sent=False)
