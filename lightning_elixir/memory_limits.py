@@ -29,7 +29,7 @@ from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget, host_share
 from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.problem import PlacementRequest
-from lightning_elixir.plan.regime import StateCount, TrainingRegime, states_of
+from lightning_elixir.plan.regime import StateCount, TrainingRegime, in_step_of, states_of
 from lightning_elixir.plan.simulator.timeline import plan_use
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.plan.units import format_bytes, parse_bytes
@@ -375,7 +375,7 @@ class LimitedModule:
             other_states=others,
             whole_update_bytes=max((one.whole_update_bytes for one in states), default=0),
             update_timing=plan.update_timing,
-            in_step=frozenset(name for one in states if not one.is_adam for name in one.parameter_names()),
+            in_step=in_step_of((one.is_adam, one.parameter_names()) for one in states),
             needs_global_norm=plan.has_spare_states,
             can_stream=bool(states) and all(one.is_adam for one in states),
             can_reuse_compute_shard=plan.grad_reuses_compute_shard,

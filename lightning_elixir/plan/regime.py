@@ -90,6 +90,18 @@ def states_of(counts: Iterable[tuple[StateCount, Iterable[str]]]) -> tuple[State
     return most, tuple((name, count) for count, names in known if count != most for name in sorted(names))
 
 
+def in_step_of(optimizers: Iterable[tuple[bool, Iterable[str]]]) -> frozenset[str]:
+    """`TrainingRegime.in_step` with these optimizers.
+
+    Args:
+        optimizers: Whether updates of each may run behind the next forward, and the FQNs of its parameters.
+    """
+    known = [(can_run_behind, tuple(names)) for can_run_behind, names in optimizers]
+    if not any(can_run_behind for can_run_behind, _ in known):
+        return frozenset()
+    return frozenset(name for can_run_behind, names in known if not can_run_behind for name in names)
+
+
 @dataclass(frozen=True)
 class UpdateMode:
     """How a plan has updates of states beside the device run."""

@@ -70,7 +70,7 @@ class Averages:
         """Go where the plan in force has the chunk's states: what is left there is free when this returns."""
         earlier, tier = self._held.get(chunk.id), _tier_of(chunk)
         if earlier is not None and earlier[0] is not tier:
-            home = self._engine.store.zeros(earlier[1].numel(), earlier[1].dtype, tier)
+            home = self._engine.store.empty(earlier[1].numel(), earlier[1].dtype, tier)
             self._held[chunk.id] = tier, home.copy_(earlier[1])
 
     @torch.no_grad()

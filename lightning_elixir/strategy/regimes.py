@@ -82,8 +82,8 @@ def with_optimizer(
 
     Args:
         regime: Without it.
-        can_stream: Whether its updates may be streamed to the device, and so run behind a forward: `HybridAdam`.
-        in_step: See `TrainingRegime`; empty where none can.
+        can_stream: Whether all updates may be streamed to the device, and run behind a forward: `HybridAdam` alone.
+        in_step: See `TrainingRegime`.
         num_states: States for each element.
         byte_states: Further ones, of one byte each.
         other_states: See `TrainingRegime`.

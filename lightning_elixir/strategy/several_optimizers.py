@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from itertools import chain
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.execution import UpdateTimes
 from lightning_elixir.optimizer import ElixirOptimizer
-from lightning_elixir.plan.regime import TrainingRegime, states_of
+from lightning_elixir.plan.regime import TrainingRegime, in_step_of, states_of
 from lightning_elixir.strategy.regimes import states_of_averages, with_optimizer
 
 
@@ -41,11 +40,10 @@ def regime_with(regime: TrainingRegime, optimizers: Sequence[ElixirOptimizer], n
     states, others = states_of(
         (optimizer.state_count.and_full(more), optimizer.parameter_names()) for optimizer in optimizers
     )
-    in_step = [optimizer.parameter_names() for optimizer in optimizers if not optimizer.can_stream]
     return with_optimizer(
         regime,
-        can_stream=not in_step,
-        in_step=frozenset(chain(*in_step)) if len(in_step) < len(optimizers) else frozenset(),
+        can_stream=all(optimizer.can_stream for optimizer in optimizers),
+        in_step=in_step_of((optimizer.can_stream, optimizer.parameter_names()) for optimizer in optimizers),
         num_states=states.full,
         byte_states=states.of_a_byte,
         other_states=others,
