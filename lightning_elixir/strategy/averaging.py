@@ -241,6 +241,11 @@ class ElixirWeightAveraging(Callback):
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._averages is None:  # training is over: the weights are the averages
+            whole = checkpoint["state_dict"]
+            # A folder is read by this callback, which finds the count in its own state. Its tensors are on `meta`.
+            if self._num_updates and whole and not any(isinstance(v, Tensor) and v.is_meta for v in whole.values()):
+                checkpoint["current_model_state"] = whole
+                checkpoint["averaging_state"] = {"n_averaged": torch.tensor(self._num_updates)}
             return
         found = trainer.strategy.saved_averages(self._averages)  # type: ignore[attr-defined]
         here = checkpoint["state_dict"]

@@ -161,6 +161,22 @@ def test_checkpoints(tmp_path: Path) -> None:
         assert [n for n, v in expected.state.items() if not torch.equal(got.state[n], v)] == []
 
 
+def test_a_checkpoint_of_after_training_is_gone_on_from(tmp_path: Path) -> None:
+    """By Lightning's callback as by ours, with the count of updates: to the bits of Lightning's own checkpoint."""
+    theirs, ours = CALLBACKS["ema"]
+    ends = {}
+    for name, callback in (("auto", theirs()), ("elixir", ours())):
+        strategy = name if name == "auto" else ElixirStrategy(**TIGHT)
+        trainer, _, _ = _run(strategy, BatchNormNet, callback, max_epochs=1)
+        trainer.save_checkpoint(tmp_path / name)
+        ends[name] = (tmp_path / name).stat().st_size
+    assert ends["elixir"] < 1.1 * ends["auto"]  # the weights are the averages, and there once
+    _, _, expected = _run("auto", BatchNormNet, theirs(), ckpt_path=str(tmp_path / "auto"))
+    for strategy, callback in (("auto", theirs()), (ElixirStrategy(**TIGHT), ours())):
+        _, _, got = _run(strategy, BatchNormNet, callback, ckpt_path=str(tmp_path / "elixir"))
+        assert [n for n, v in expected.state.items() if not torch.equal(got.state[n], v)] == []
+
+
 class _Seen(pl.callbacks.Callback):
     """What a fit begins with; has to stand after the averages.
 
