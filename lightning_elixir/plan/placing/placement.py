@@ -289,12 +289,15 @@ class Placer:
         return known
 
     def saved_by_smaller_chunks(self, chunks: Sequence[ChunkSpec], blocks: int) -> int:
-        """Device bytes that the blocks of rCache and gradients could do without, were every parameter a chunk."""
+        """Device bytes that the blocks of rCache and gradients could at most spare, were every parameter a chunk."""
         largest = max((m.numel * DTYPE_BYTES[c.dtype] for c in chunks for m in c.members), default=0)
-        num_blocks = blocks + num_grad_blocks(
-            filter(self.scheme.has_grad_block, chunks), self.scheme.world_size, self.course.arrivals
-        )
-        return num_blocks * max(0, self.layout.block_bytes - largest)
+        held = [c for c in chunks if self.scheme.has_grad_block(c)]
+        num_grads = num_grad_blocks(held, self.scheme.world_size, self.course.arrivals)
+        # A gradient waits in its block for those of the chunk's other parameters: by itself it may need no further one.
+        is_shared = any(len(c.members) > 1 for c in held)
+        least = num_grad_blocks(held, self.scheme.world_size) if is_shared else num_grads
+        of_rcache = blocks * max(0, self.layout.block_bytes - largest)
+        return of_rcache + max(0, num_grads * self.layout.block_bytes - least * largest)
 
     def plan(self, sites: Sequence[Site], policy: str, *, prefetch_depth: int | None = None) -> Plan:
         """The plan with these sites and the largest rCache that fits.

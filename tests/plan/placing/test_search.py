@@ -17,6 +17,7 @@ from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.explain import explain, step_parts
+from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget, MemoryUse, memory_use
 from lightning_elixir.plan.packing import candidate_chunk_numels, pack, regular_block_bytes
 from lightning_elixir.plan.placing import search as search_module
@@ -1078,3 +1079,22 @@ def test_a_glimpse_tells_what_is_slower_and_of_all_else_what_a_look_does() -> No
                 assert glimpse == outcome
             assert glimpsed.look(choice) == outcome
     assert cut_short > 5
+
+
+def test_smaller_chunks_are_advised_where_gradients_wait_for_others_of_their_chunk() -> None:
+    hardware = HardwareSpec.nominal()
+    specs = [spec(f"l{i}.w", 1024) for i in range(8)]
+
+    def placed(chunk_numel: int) -> Plan:
+        layout, request = layout_of(specs, chunk_numel, 1), asked(accesses=accesses_of(specs))
+        profile = structural_profile(layout, request.accesses, hardware, 0)
+        ids = range(8 * 1024 // chunk_numel)  # a first gradient, and a last one after those of all others
+        by_chunk = [*ids, *ids] if chunk_numel > 1024 else [i for i in ids for _ in range(2)]
+        *before, last = profile.intervals
+        profile = replace(profile, intervals=(*before, replace(last, arrivals=tuple(by_chunk))))
+        problem = Problem(request, Budget(16 * KIB, None), 1, MIXED, hardware)
+        return search([Candidate(layout, profile)], problem)
+
+    with pytest.raises(CapacityError, match="needs 40.0 KiB.* 24.0 KiB more GPU memory, or perhaps a smaller"):
+        placed(2048)
+    placed(1024)
