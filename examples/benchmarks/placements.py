@@ -286,7 +286,7 @@ def in_the_file(bench: Bench, profile: StepProfile) -> dict[str, Any]:
     plan = bench.engine.plan
     return {
         "hardware": bench.hardware.to_dict(),
-        "regime": asdict(bench.regime) | {"update_timing": bench.regime.update_timing.value},
+        "regime": asdict(bench.regime) | {"update_timing": bench.regime.update_timing.value, "in_step": []},
         "compute_dtype": plan.compute_dtype,
         "block_bytes": plan.block_bytes,
         "chunks": [(c.dtype, c.requires_grad, c.numel) for c in plan.chunks],
@@ -296,7 +296,8 @@ def in_the_file(bench: Bench, profile: StepProfile) -> dict[str, Any]:
 
 def simulated_again(found: Mapping[str, Any], run: Mapping[str, Any]) -> Timeline:
     """A placement of an earlier file as it is predicted now."""
-    regime = TrainingRegime(**found["regime"] | {"update_timing": UpdateTiming(found["regime"]["update_timing"])})
+    told = found["regime"]
+    regime = TrainingRegime(**told | {"update_timing": UpdateTiming(told["update_timing"]), "in_step": frozenset()})
     sites = [site for count, text in run["sites"] for site in [text.split()] * count]
     chunks = tuple(
         ChunkSpec(
