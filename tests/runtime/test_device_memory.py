@@ -89,6 +89,7 @@ def test_the_highest_moment_is_what_is_counted(
     profile = engine.step_profile()
     assert profile is not None
     engine.sample_activations(False)
+    engine.synchronize()  # updates bring and free memory of the device
     foreign = device.allocated_bytes() - engine.device_bytes()
     device.restart_most()
     step()

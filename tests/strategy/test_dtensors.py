@@ -50,7 +50,9 @@ def test_equals_plain_training(kind: str, world: int) -> None:
     kind = kind.replace("+", "+dtensors-") if "+" in kind else f"{kind}+dtensors"
     short = {"limit_train_batches": 2}
     expected = fit_plain(kind, world // 2, **short)
-    found, evictions = run_ranks(fit, world, kind, 2, 1, {}, short, init_group=False)[0]
+    # What is recomputed of a layer is there at once, so chunks are smaller for any of them to go.
+    options = {"chunk_size": 4500} if "checkpointed" in kind else {}
+    found, evictions = run_ranks(fit, world, kind, 2, 1, options, short, init_group=False)[0]
     assert evictions > 0
     assert difference(found, expected) < CLOSE
 
