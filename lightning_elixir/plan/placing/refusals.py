@@ -59,11 +59,11 @@ def _least(problem: Problem) -> str:
 
 
 def _known(problem: Problem) -> str:
-    """What figures of what would fit go by, where nothing is known of a step."""
+    """What figures of what would fit leave out, where they are made without a step."""
     if not problem.is_time_guessed:
         return ""
-    unknown = "activations are" if problem.budget.words.has_activations else "a step is"
-    return f", before {unknown} known"
+    left_out = "activations" if problem.budget.words.has_activations else "what only a step shows"
+    return f", {left_out} not counted"
 
 
 def host_refusal(

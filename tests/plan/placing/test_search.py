@@ -765,7 +765,7 @@ def test_no_fp32_masters_are_advised_where_that_fits(cpu: int, is_enough: bool) 
         search([candidate], problem)
     text = str(caught.value)
     assert ('precision="bf16-true"' in text) == is_enough
-    assert "What would fit, before activations are known: at least " in text
+    assert "What would fit, activations not counted: at least " in text
     with nullcontext() if is_enough else pytest.raises(CapacityError):
         search([candidate], replace(problem, regime=MIXED.without_masters()))
 
@@ -792,7 +792,7 @@ def test_the_gpu_error_says_what_is_needed_for_which_module() -> None:
     assert "2 blocks of 4.0 KiB for attention" in text
     assert "gradients and their blocks 8.0 KiB" in text
     assert "activations and other data 1.0 KiB" in text
-    assert "there are 15.0 KiB. What would fit, before activations are known: at least 2.0 KiB more GPU memory." in text
+    assert "there are 15.0 KiB. What would fit, activations not counted: at least 2.0 KiB more GPU memory." in text
 
 
 def test_smaller_chunks_are_advised_where_they_help() -> None:
