@@ -10,7 +10,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_elixir.plan.activations import describe_activations
-from lightning_elixir.plan.describe import describe_disk, describe_ignored, describe_spending, describe_updates
+from lightning_elixir.plan.describe import (
+    describe_disk,
+    describe_fetching,
+    describe_ignored,
+    describe_spending,
+    describe_updates,
+)
 from lightning_elixir.plan.hardware import HardwareSpec, hardware_table
 from lightning_elixir.plan.types import Plan, Tier
 from lightning_elixir.plan.units import format_bytes
@@ -103,7 +109,8 @@ def describe_chunks(plan: Plan) -> str:
         parts.append(f"parameters of {params} are on NVMe")
     if not plan.is_all_resident:
         size = format_bytes(plan.block_bytes)
-        parts.append(f"an rCache of {plan.rcache_blocks} blocks of {size}, {plan.prefetch_depth} chunks fetched ahead")
+        fetching = describe_fetching(plan.rcache_blocks, plan.prefetch_depth)
+        parts.append(f"an rCache of {plan.rcache_blocks} blocks of {size}, chunks {fetching}")
     return "; ".join(parts)
 
 

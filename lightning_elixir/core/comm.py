@@ -360,7 +360,7 @@ class GroupComm:
         beside: All groups that are made at this point, by all ranks of the default group, this one among them. None:
             only the ranks of this group make it.
         has_reductions: See `part`.
-        is_lent: Whether the group is somebody else's, and stays when this is closed.
+        is_lent: Whether the group was made by others, and stays when this is closed.
     """
 
     def __init__(
