@@ -416,8 +416,8 @@ class GroupComm:
             if self._has_reductions:
                 self._reduce = _new_group(self._ranks, self._timeout, self._backend, self._beside)
         self._control = _new_group(self._ranks, self._timeout, "gloo", self._beside)
-        # An engine that nobody closes goes with its model, and torch would keep its groups, each with threads and open
-        # files, for as long as the process lives. NCCL's are closed together with the other ranks alone.
+        # Without `close()` an engine is collected with its model, and torch would keep its groups, each with threads
+        # and open files, for as long as the process lives. NCCL's are closed together with the other ranks alone.
         left = [weakref.ref(one) for one in self._own_groups() if dist.get_backend(one) == "gloo"]
         weakref.finalize(self, self._line.abandoned.extend, left).atexit = False
         # Names come again where a process group is made anew over the same store, with what was written there.
