@@ -529,7 +529,7 @@ class Forwards:
         staying = frozenset(chunk.id for chunk in self._engine.plan.chunks if chunk.is_persistent)
         if is_first or staying != self._staying:
             self._staying = staying
-            self._engine.iterations.traces.outdate()
+            self._engine.iterations.outdate()
             self._look_for_compiled()
         else:
             self._watch()

@@ -69,7 +69,6 @@ class Growth:
         sampling it."""
         self._sample: StepMemory | None = None
         self._trace = AccessTrace(())
-        self._is_compared = False  # whether `_trace` is that of iterations under the plan in force
         self._models: dict[bool, GrowthModel] = {}  # by whether gradients of earlier backwards are there already
         self._allowed: deque[int] = deque(maxlen=_STEPS_TO_GROW)
         self.num_shortages = 0
@@ -100,7 +99,6 @@ class Growth:
         self._allowed.clear()
         self._hold_steps = 0
         self.wanted_non_model_bytes = 0
-        self._is_compared = False
         self.abandon()
 
     @property
@@ -123,13 +121,11 @@ class Growth:
         self._models.clear()
         self.peak_non_model_bytes_seen = max(self.peak_non_model_bytes_seen, sample.peak_bytes)
 
-    def follow(self, trace: AccessTrace) -> None:
-        """A training iteration had these accesses. Where they are others under a new plan, as where other chunks stay,
-        what the sampled step took at its own tells nothing about them."""
-        is_compared, self._is_compared = self._is_compared, True
-        if not is_compared and [e.ids for e in trace.acquires()] != [e.ids for e in self._trace.acquires()]:
-            self._sample, self._trace = None, AccessTrace(())
-            self._models.clear()
+    def outdate(self) -> None:
+        """Steps are going to have other accesses, as where other chunks stay: what the sampled one took at its own
+        accesses tells nothing about them, and another is sampled."""
+        self._sample = None
+        self._models.clear()
 
     # An iteration, in the order of the calls
 

@@ -57,6 +57,11 @@ class Iterations:
         self._store = active.store
         self.growth.adopt(active.plan, active.rcache, grad_itemsize)
 
+    def outdate(self) -> None:
+        """Iterations are going to have other accesses than those that are known."""
+        self.traces.outdate()
+        self.growth.outdate()
+
     # From one iteration to the next
 
     @property
@@ -127,8 +132,6 @@ class Iterations:
         self.has_backward = False
         if kind == "train":
             memory = self.sampler.finish(trace)
-            if trace is not None:
-                self.growth.follow(trace)
             if memory is not None and trace is not None and self._has_rcache:
                 self.growth.learn(memory, trace)
             if self.growth.end():

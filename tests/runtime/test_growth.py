@@ -76,9 +76,11 @@ class Training:
     budgets: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, monkeypatch: pytest.MonkeyPatch, model: nn.Module, limit_bytes: int | None) -> Training:
+    def of(
+        cls, monkeypatch: pytest.MonkeyPatch, model: nn.Module, limit_bytes: int | None, chunk_size: int = CHUNK_BYTES
+    ) -> Training:
         device = use_metered_device(monkeypatch, limit_bytes)
-        plan = make_plan(model, placement_policy="cpu", chunk_size=CHUNK_BYTES)
+        plan = make_plan(model, placement_policy="cpu", chunk_size=chunk_size)
         plan = replace(plan, rcache_blocks=sum(plan.blocks_of(c.id) for c in plan.chunks))
         module = ElixirModule(model, plan)
         return cls(module, ElixirOptimizer(module, new_optimizer(list(model.parameters()), 1e-8)), device)
@@ -140,16 +142,17 @@ def test_evicted_blocks_that_stay_with_their_pool_are_of_no_use(monkeypatch: pyt
     training.module.close()
 
 
-def test_growth_under_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make() -> nn.Module:
-        model: Any = make_model()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # renamed in transformers 5.20
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return model
+def _checkpointed() -> nn.Module:
+    model: Any = make_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # renamed in transformers 5.20
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
 
+
+def test_growth_under_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = (16, 16, 64, 96, 16)
-    training = Training.of(monkeypatch, make(), 5_300_000)
+    training = Training.of(monkeypatch, _checkpointed(), 5_300_000)
     training.run(lengths)
     assert training.budgets[3] < training.budgets[2] < training.module.plan.rcache_blocks
     training.assert_equal(train_plain(lengths))
@@ -274,19 +277,25 @@ def test_what_several_ranks_collect_gradients_in_is_not_there_for_activations(
     assert rcache.budget_blocks == 7 - is_one_more
 
 
-def test_a_step_is_sampled_anew_where_a_new_plan_has_other_accesses() -> None:
-    plan = make_plan_of(chunks_at(OFFLOADED, 8), 8)
-    growth, rcache = Growth(MeteredCpuDevice(16 * plan.block_bytes)), RCache.of(plan)
-    growth.adopt(plan, rcache, None)
-    growth.learn(StepMemory((0, 8), (0, 8, 8), ((), (), ())), unpinned(0, 1))
-    growth.follow(unpinned(0, 1))
-    growth.follow(unpinned(1, 0))  # a step by itself takes another way
-    growth.adopt(plan, rcache, None)
-    growth.follow(unpinned(0, 1))
-    assert not growth.wants_sample
-    growth.adopt(plan, rcache, None)
-    growth.follow(unpinned(0, 0, 1))
-    assert growth.wants_sample
+def test_the_first_step_under_a_plan_with_other_accesses_is_not_taken_for_growth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the same number of accesses, such a step is further on than the one that was sampled."""
+    size = 4 * CHUNK_BYTES  # a layer lies in two chunks, and is entered once where one of them stays
+    training = Training.of(monkeypatch, _checkpointed(), 40_000_000, size)
+    engine = training.module.engine
+    training.run((16, 16, 16))
+    before = len(engine.traces["train"].events)
+    halves = {"offload_optim_frac": 1.0, "offload_param_frac": 0.5}
+    engine.replan(make_plan(make_model(), placement_policy="const", chunk_size=size, **halves))
+    engine.set_memory_limit(1)  # any growth would lower the budget
+    for seed in (3, 4):
+        training.step(seed, 16)
+        assert engine.wanted_non_model_bytes == 0
+    assert len(engine.traces["train"].events) < before
+    training.step(5, 40)
+    assert engine.wanted_non_model_bytes > 0
+    training.assert_equal(train_plain((16, 16, 16, 16, 16, 40)))
 
 
 @pytest.mark.full  # with ranks, what a test of one rank finds as well
