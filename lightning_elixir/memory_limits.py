@@ -20,7 +20,7 @@ from typing import Protocol
 
 from torch import nn
 
-from lightning_elixir.core.device import current_device_memory_bytes
+from lightning_elixir.core.device import current_device_memory_bytes, segments_grow
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import CapacityError, PlanError, StateError
@@ -101,6 +101,8 @@ class RankMemory:
     device_bytes: int | None
     nvme_bytes: int
     """Free on the disk that states may go to."""
+    has_growing_segments: bool
+    """As in `Budget`."""
 
 
 def common_budget(
@@ -138,6 +140,7 @@ def common_budget(
         nvme_bytes=part_of(min(on_disk) // 2),
         spare_cpu_bytes=spare,
         words=words,
+        has_growing_segments=all(m.has_growing_segments for m in by_rank),
         reserve_bytes=part_of(min(parts)) - cpu if limits.cpu_bytes is None else 0,
     )
 
@@ -330,6 +333,7 @@ class LimitedModule:
             engine.host_bytes(),
             current_device_memory_bytes(engine.device.torch_device),
             0 if self.nvme_folder is None else shutil.disk_usage(self.nvme_folder).free,
+            segments_grow(engine.device.torch_device),
         )
         is_cpu = engine.device.torch_device.type == "cpu"
         words = DeviceWords.of("gpu", "cpu", is_cpu=is_cpu, is_host_limited=limits.cpu_bytes is not None)

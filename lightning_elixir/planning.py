@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_elixir.core.comm import make_comm
-from lightning_elixir.core.device import current_device_memory_bytes, make_device
+from lightning_elixir.core.device import current_device_memory_bytes, make_device, segments_grow
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.fused import FusedChoice
@@ -380,7 +380,11 @@ def _profile_over(layout: Layout, profile: MemoryProfile | StepProfile | None, p
         return profile.with_bytes(lambda nbytes: nbytes + beside) if beside else profile
     if profile is not None:
         over_chunks = step_profile(profile, layout.packed, problem.hardware)
-        over_chunks = over_chunks.with_margin(layout.block_bytes, is_certain=problem.world_size == 1)
+        over_chunks = over_chunks.with_margin(
+            layout.block_bytes,
+            is_certain=problem.world_size == 1,
+            has_growing_segments=problem.budget.has_growing_segments,
+        )
         return over_chunks.with_bytes(lambda nbytes: nbytes + beside) if beside else over_chunks
     budget = problem.budget
     return structural_profile(layout, problem.request.accesses, problem.hardware, budget.non_model_bytes)
@@ -405,13 +409,14 @@ def detect_budget(
         non_model_bytes: Passed on.
     """
     device_bytes, num_ranks = current_device_memory_bytes(), max(1, local_world_size)
-    host_bytes = available_host_bytes()
+    host_bytes, grow = available_host_bytes(), segments_grow()
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         comm = make_comm(None, make_device().torch_device)
-        by_rank: list[tuple[int | None, int]] = comm.exchange_objects((device_bytes, host_bytes))
+        by_rank: list[tuple[int | None, int, bool]] = comm.exchange_objects((device_bytes, host_bytes, grow))
         comm.close()
-        device_bytes = min((gpu for gpu, _ in by_rank if gpu is not None), default=None)
-        host_bytes = min(host for _, host in by_rank)
+        device_bytes = min((gpu for gpu, *_ in by_rank if gpu is not None), default=None)
+        host_bytes = min(host for _, host, _ in by_rank)
+        grow = all(grow for *_, grow in by_rank)
     cpu, spare = host_share(host_bytes, num_ranks, None if cpu_bytes is None else cpu_bytes * num_ranks)
     return Budget(
         gpu_bytes=min((b for b in (device_bytes, gpu_bytes) if b is not None), default=None),
@@ -422,6 +427,7 @@ def detect_budget(
             "gpu_bytes", "cpu_bytes", is_cpu=device_bytes is None, is_host_limited=cpu_bytes is not None
         ),
         reserve_bytes=host_bytes // num_ranks - cpu if cpu_bytes is None else 0,
+        has_growing_segments=grow,
     )
 
 

@@ -297,7 +297,7 @@ class CudaDevice:
     """
 
     def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
-        _have_segments_expand(device)
+        segments_grow(device)
         self.torch_device = device
         self.is_synchronous = False
         self.fetch_lane: Lane = _CudaLane(device)
@@ -391,18 +391,32 @@ class CudaDevice:
         return counts
 
 
-def _have_segments_expand(device: torch.device) -> None:
+def segments_grow(device: torch.device | None = None) -> bool:
     """Have torch's allocator, which is one for the process, grow its segments page by page, unless the environment says
-    otherwise. A plan fills the device to the last gigabytes. With segments of fixed sizes, up to 5 GiB lay in gaps that
-    no tensor fitted into (experts of 768 MiB, two H200s); with segments that grow, 2 GiB at the peak."""
+    otherwise; returns whether it does. A plan fills the device to the last gigabytes. With segments of fixed sizes, up
+    to 5 GiB lay in gaps that no tensor fitted into (experts of 768 MiB, two H200s); with segments that grow, 2 GiB at
+    the peak, and 0.2 once memory was short.
+
+    Initialises CUDA. True on the CPU, which has no such allocator.
+
+    Args:
+        device: None: the current CUDA device, or the CPU where there is none.
+    """
+    device = device or _default_device()
+    if device.type != "cuda":
+        return True
     chosen = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""  # torch's own
-    if torch.version.cuda is not None and "expandable_segments" not in chosen:
+    if "expandable_segments" in chosen:
+        return "expandable_segments:true" in chosen.lower().replace(" ", "")
+    if torch.version.cuda is not None:
         with suppress(torch.OutOfMemoryError):  # of which others tell
-            _grow_segments(device.index, f"{chosen}," if chosen else "")
+            index = torch.cuda.current_device() if device.index is None else device.index
+            return _grow_segments(index, f"{chosen}," if chosen else "")
+    return False
 
 
 @cache  # to look makes the device wait, and what the driver can do stays as it is
-def _grow_segments(index: int, kept: str) -> None:
+def _grow_segments(index: int, kept: str) -> bool:
     """Args:
     index: Of the device.
     kept: Settings that stay, as the allocator reads them, with a comma after each.
@@ -417,6 +431,8 @@ def _grow_segments(index: int, kept: str) -> None:
     except RuntimeError as error:  # some virtual machines and drivers cannot map memory
         torch._C._accelerator_setAllocatorSettings(f"{kept}expandable_segments:False")
         log.info("segments of device memory keep their sizes: the driver cannot let them grow (%s)", error)
+        return False
+    return True
 
 
 _TOUCH_STRIDE = 512
@@ -449,11 +465,13 @@ class _PinnedPages(Pages):
         super().__del__()
 
 
+def _default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def make_device(device: torch.device | str | None = None, pin_memory: bool = True) -> Device:
     """The runtime's view of `device`; by default the current CUDA device, or the CPU where there is none."""
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    device = torch.device(device)
+    device = _default_device() if device is None else torch.device(device)
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return CudaDevice(torch.device("cuda", index), pin_memory)
@@ -468,10 +486,7 @@ def current_device_memory_bytes(device: torch.device | None = None) -> int | Non
 
     Initialises CUDA.
     """
-    if device is None:
-        if not torch.cuda.is_available():
-            return None
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = device or _default_device()
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

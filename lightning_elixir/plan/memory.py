@@ -184,6 +184,8 @@ class Budget:
     """Of the compute device, for refusals."""
     reserve_bytes: int = 0
     """This rank's part of what is kept back of the host's memory (`host_share`), for refusals."""
+    has_growing_segments: bool = True
+    """Whether the device's allocator grows its segments page by page, so that little of them is lost in gaps."""
 
     @property
     def most_with_spares(self) -> int | None:

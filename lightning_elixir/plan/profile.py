@@ -19,8 +19,8 @@ from lightning_elixir.plan.types import AccessTrace, Acquire, Drop
 
 _LATER_BATCHES = 0.05
 _UNCERTAIN = 0.2
-_GAPS = 0.4
-_MOST_GAPS_BYTES = 5 * 2**30
+# Of what a step takes, and at most so much, by whether the allocator's segments grow.
+_GAPS = {False: (0.4, 5 * 2**30), True: (0.15, 2 * 2**30)}
 
 
 @dataclass(frozen=True)
@@ -277,23 +277,34 @@ class StepProfile:
         intervals = tuple(replace(i, grads=kept(i.grads), arrivals=kept(i.arrivals)) for i in self.intervals)
         return replace(self, trace=AccessTrace(events), intervals=intervals)
 
-    def with_margin(self, block_bytes: int, *, is_certain: bool = True) -> StepProfile:
+    def with_margin(
+        self, block_bytes: int, *, is_certain: bool = True, has_growing_segments: bool = True
+    ) -> StepProfile:
         """The same with what the device's allocator cannot use, and what later batches may take more.
 
-        Seen on an H200 with three quarters of the memory full of states: gradients come to lie in the gaps of a layer's
-        working memory, which then is obtained once more: 0.3 to 0.8 GiB beside activations of 1.5 to 2.8 GiB, 4.1 to
-        4.7 GiB beside 15 GiB, with and without this package; 1.9 GiB were too little beside 5.2 GiB. And two blocks are
-        left for chunks that hold on a little longer.
+        Segments that keep their sizes, seen on an H200 with three quarters of the memory full of states: gradients come
+        to lie in the gaps of a layer's working memory, which then is obtained once more: 0.3 to 0.8 GiB beside
+        activations of 1.5 to 2.8 GiB, 4.1 to 4.7 GiB beside 15 GiB, with and without this package; 1.9 GiB were too
+        little beside 5.2 GiB.
+
+        Segments that grow, seen on another one, its limit lowered from step to step: memory ran out with 0.05 to 0.2
+        GiB in gaps, at most 0.4 GiB above what a plan counts as allocated, beside 2 to 14 GiB of activations. With less
+        than 1 to 3.5 GiB above that the allocator gives memory back and obtains it again in each step, which takes 1
+        to 3% of it.
+
+        And two blocks are left for chunks that hold on a little longer.
 
         Args:
             block_bytes: Bytes of an rCache block.
+            has_growing_segments: See `Budget`.
             is_certain: False: this was never seen, or differs from step to step, and a step that takes more cannot be
                 repeated, as with several ranks.
         """
         peak = self.peak_non_model_bytes
         if not peak:
             return self  # nothing is measured
-        extra = min(int(peak * _GAPS), _MOST_GAPS_BYTES) + 2 * block_bytes
+        share, most = _GAPS[has_growing_segments]
+        extra = min(int(peak * share), most) + 2 * block_bytes
         part = _LATER_BATCHES if is_certain else _UNCERTAIN
         wider = self.with_bytes(lambda nbytes: nbytes + int(nbytes * part) + extra)
         return replace(wider, margin=Margin(part, extra))

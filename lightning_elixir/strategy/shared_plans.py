@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.core.device import current_device_memory_bytes
+from lightning_elixir.core.device import current_device_memory_bytes, segments_grow
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import CapacityError, PlanError
@@ -267,6 +267,7 @@ class Planner:
             own_bytes + self._neighbours.host_bytes(),
             current_device_memory_bytes(self._device),
             self._free_nvme_bytes(),
+            segments_grow(self._device),
         )
         within = self._limits_with(limits or MemoryLimits())
         words = DeviceWords.of(
@@ -345,7 +346,7 @@ class Planner:
         found = self.over_chunks(profile, now.current)
         if not self.figures.is_pending:
             return found
-        shared = self._shared_profile(found, now.current, is_seen=False)
+        shared = self._shared_profile(found, now, is_seen=False)
         self._measure_unless(lambda: self._make_anew(now, shared, policy="cuda"))
         return self.over_chunks(profile, now.current)
 
@@ -367,7 +368,7 @@ class Planner:
                 log.warning("activations='auto': the model's own checkpoints or hooks decide in all of its blocks")
             log.info("choosing what becomes of the activations of %d blocks", len(now.current.activations))
             return self.share(lambda: self._final_plan(now, of_all))
-        shared = self._shared_profile(profile, now.current, is_seen=is_seen)
+        shared = self._shared_profile(profile, now, is_seen=is_seen)
         log.info("a step takes up to %s beside the chunks: placing them", format_bytes(shared.peak_non_model_bytes))
         if is_seen:
             self._measure_unless(lambda: self._make_anew(now, shared, policy="cuda"))
@@ -394,7 +395,7 @@ class Planner:
         """By what is known now, a plan faster than the one in force by more than `LEAST_GAIN` of the step, or that fits
         where that one does not; or else that one, with what is expected of it. Arguments as for `final_plan`."""
         current = now.current
-        shared = self._shared_profile(profile, current, is_seen=True)
+        shared = self._shared_profile(profile, now, is_seen=True)
 
         def decide() -> Plan:
             step = self.simulated(current, shared, now.regime)
@@ -428,13 +429,16 @@ class Planner:
 
         return self.share(decide)
 
-    def expected(self, current: Plan, profile: StepProfile, regime: TrainingRegime) -> Plan:
+    def expected(self, now: Replanning, profile: StepProfile) -> Plan:
         """The plan in force with what is expected of it by what is known now. Collective. Arguments as for
         `final_plan`."""
-        shared = self._shared_profile(profile, current, is_seen=True)
+        shared = self._shared_profile(profile, now, is_seen=True)
+        current = now.current
         if current.forecast is None or not self.can_predict(current):
             return current
-        return self.share(lambda: with_times(current, self.simulated(current, shared, regime), self.figures.best.name))
+        return self.share(
+            lambda: with_times(current, self.simulated(current, shared, now.regime), self.figures.best.name)
+        )
 
     def limited_plan(
         self, now: Replanning, profile: StepProfile | None, *, earlier: Plan | None = None, is_evaluated: bool = False
@@ -451,7 +455,7 @@ class Planner:
         """
         model, current, budget, regime = now.model, now.current, now.budget, now.regime
         is_known = all(self.comm.exchange_objects(profile is not None))
-        shared = self._shared_profile(profile, current, is_seen=True) if profile is not None and is_known else None
+        shared = self._shared_profile(profile, now, is_seen=True) if profile is not None and is_known else None
         given, _ = given_plan(self.config, model)
         if given is not None:
             given = with_ignored(with_kept(given, kept_in(current), is_exact=True), current.ignored)
@@ -497,7 +501,7 @@ class Planner:
         """Whether a step of the plan can be predicted: not if the plan needs a disk that was not measured."""
         return is_time_known(plan, self.figures.best)
 
-    def _shared_profile(self, profile: StepProfile, current: Plan, *, is_seen: bool) -> StepProfile:
+    def _shared_profile(self, profile: StepProfile, now: Replanning, *, is_seen: bool) -> StepProfile:
         """Rank 0's, with the most memory that any rank saw, or foresees, and a margin."""
         by_rank: list[StepProfile] = self.comm.exchange_objects(profile)
         first = by_rank[0]
@@ -511,8 +515,12 @@ class Planner:
             peak = max(p.peak_non_model_bytes for p in by_rank)
             first = first.with_bytes(lambda nbytes: peak)
         # How many tokens come to a rank's experts changes from step to step, whatever was seen.
-        is_certain = is_seen and current.mesh.expert == 1
-        return first.with_margin(current.block_bytes, is_certain=is_certain or self.comm.world_size == 1)
+        is_certain = is_seen and now.current.mesh.expert == 1
+        return first.with_margin(
+            now.current.block_bytes,
+            is_certain=is_certain or self.comm.world_size == 1,
+            has_growing_segments=now.budget.has_growing_segments,
+        )
 
     @property
     def chooses_activations(self) -> bool:

@@ -472,7 +472,7 @@ class WarmUp:
 
     def _expect(self, profile: StepProfile) -> None:
         """Bring up to date what is expected of a step under the plan in force."""
-        plan = self._planner.expected(self._engine.plan, profile, self._regime())
+        plan = self._planner.expected(self._replanning(), profile)
         self._engine.take_forecast(self._dated(plan))
 
     def _dated(self, plan: Plan) -> Plan:

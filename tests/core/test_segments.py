@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def failing(error: type[Exception]) -> Any:
 def test_a_driver_that_cannot_is_asked_once(monkeypatch: pytest.MonkeyPatch, settings: list[str]) -> None:
     monkeypatch.setattr(torch.cuda, "use_mem_pool", failing(RuntimeError))
     for index in (0, 0, 1):
-        device._have_segments_expand(torch.device("cuda", index))
+        assert not device.segments_grow(torch.device("cuda", index))
     assert settings == ["expandable_segments:True", "expandable_segments:False"] * 2
 
 
@@ -43,11 +44,19 @@ def test_a_full_device_is_asked_again(monkeypatch: pytest.MonkeyPatch, settings:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
     monkeypatch.setattr(torch.cuda, "use_mem_pool", failing(torch.OutOfMemoryError))
     for _ in range(2):
-        device._have_segments_expand(torch.device("cuda", 0))
+        assert not device.segments_grow(torch.device("cuda", 0))
     assert settings == ["max_split_size_mb:512,expandable_segments:True"] * 2
 
 
-def test_what_the_environment_says_stays(monkeypatch: pytest.MonkeyPatch, settings: list[str]) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
-    device._have_segments_expand(torch.device("cuda", 0))
+def test_a_driver_that_can_is_asked_once(monkeypatch: pytest.MonkeyPatch, settings: list[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: nullcontext())
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)
+    assert all(device.segments_grow(torch.device("cuda", 0)) for _ in range(2))
+    assert settings == ["expandable_segments:True"]
+
+
+@pytest.mark.parametrize("does_grow", [False, True])
+def test_what_the_environment_says_stays(monkeypatch: pytest.MonkeyPatch, settings: list[str], does_grow: bool) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"max_split_size_mb:512, expandable_segments:{does_grow}")
+    assert device.segments_grow(torch.device("cuda", 0)) is does_grow
     assert settings == []

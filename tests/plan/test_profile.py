@@ -129,6 +129,9 @@ def test_a_margin_is_left_where_something_was_measured() -> None:
         pairs = zip(profile.intervals, margined.intervals, strict=True)
         bare = ((b.non_model_bytes, margined.margin.without(a.non_model_bytes)) for b, a in pairs)
         assert all(abs(after - before) <= 1 for before, after in bare)
+    # Segments that keep their sizes have more gaps.
+    fixed = profile.with_margin(1000, has_growing_segments=False)
+    assert fixed.peak_non_model_bytes - more.peak_non_model_bytes == 25_000
     # What was never seen, and cannot be run again, leaves more.
     unseen = profile.with_margin(1000, is_certain=False)
     assert unseen.peak_non_model_bytes - more.peak_non_model_bytes == int(profile.peak_non_model_bytes * 0.2) - int(

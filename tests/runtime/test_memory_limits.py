@@ -14,8 +14,9 @@ from lightning_elixir import memory_limits
 from lightning_elixir.core.device import CpuDevice
 from lightning_elixir.core.host_memory import Extent, HostMemory
 from lightning_elixir.errors import CapacityError, PlanError, StateError
-from lightning_elixir.memory_limits import KeptPlans, MemoryLimits, fits
+from lightning_elixir.memory_limits import KeptPlans, MemoryLimits, RankMemory, common_budget, fits
 from lightning_elixir.optim import HybridAdam
+from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.memory import Budget, is_on_nvme
 from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.runtime import replan
@@ -349,6 +350,12 @@ def test_what_cannot_be_met_is_raised_on_all_ranks() -> None:
 
 def test_ranks_with_other_limits() -> None:
     run_ranks(refuse, 2, ("rank", None), PlanError, "the same limits on every rank, and got others")
+
+
+def test_all_ranks_leave_room_for_the_gaps_of_one_whose_segments_keep_their_sizes() -> None:
+    ranks = [RankMemory("host", 2**36, 0, 2**34, 0, has_growing_segments=grow) for grow in (True, False)]
+    assert common_budget(ranks[:1], MemoryLimits(), DeviceWords()).has_growing_segments
+    assert not common_budget(ranks, MemoryLimits(), DeviceWords()).has_growing_segments
 
 
 def test_between_steps_only() -> None:
