@@ -20,7 +20,7 @@ from lightning_elixir.plan.types import AccessTrace, Acquire, Drop
 _LATER_BATCHES = 0.05
 _UNCERTAIN = 0.2
 # Of what a step takes, and at most so much, by whether the allocator's segments grow.
-_GAPS = {False: (0.4, 5 * 2**30), True: (0.15, 2 * 2**30)}
+_GAPS = {False: (0.4, 5 * 2**30), True: (0.25, 4 * 2**30)}
 
 
 @dataclass(frozen=True)
@@ -288,9 +288,9 @@ class StepProfile:
         little beside 5.2 GiB.
 
         Segments that grow, seen on another one, its limit lowered from step to step: memory ran out with 0.05 to 0.2
-        GiB in gaps, at most 0.4 GiB above what a plan counts as allocated, beside 2 to 14 GiB of activations. With less
-        than 1 to 3.5 GiB above that the allocator gives memory back and obtains it again in each step, which takes 1
-        to 3% of it.
+        GiB in gaps, at most 0.4 GiB above what a plan counts as allocated, beside 2 to 14 GiB of activations. But with
+        less than 1, 2 and 3.5 GiB above that (beside 2, 6 and 12 GiB) the allocator gives memory back and obtains it
+        again in each step, which takes 2 to 5% of it, more than states in that memory are worth.
 
         And two blocks are left for chunks that hold on a little longer.
 
