@@ -269,7 +269,7 @@ class Workbench:
 
     def _host_bytes_per_s(self, host_numel_per_s: float, h2d: BandwidthCurve, d2h: BandwidthCurve) -> float | None:
         """All bytes that the host's memory reads and writes while the host updates and both directions of the bus are
-        busy; None where there is no bus."""
+        busy, and no less than updates alone; None where there is no bus."""
         if self._device.is_synchronous:
             return None
         update = _update_in(self._host)
@@ -286,7 +286,8 @@ class Workbench:
             update.run()
 
         nbytes = update.numel * _ADAM_TRAFFIC_BYTES + num_up * up_bytes + num_down * down_bytes
-        return nbytes / self._watch.seconds(work)
+        # Copies that go on when the update is over leave the memory idle: such a time says less than updates alone.
+        return max(nbytes / self._watch.seconds(work), host_numel_per_s * _ADAM_TRAFFIC_BYTES)
 
     # Arithmetic
 

@@ -289,7 +289,7 @@ def test_batches_that_outgrow_the_plan(monkeypatch: pytest.MonkeyPatch, caplog: 
     """Whether it is foreseen that memory will not do, or noticed when it is short, training goes on."""
     expected = fit(ElixirStrategy(**CHUNK), MeteredNet, train=_uneven_data)[2]
     with caplog.at_level(logging.WARNING, "lightning_elixir"):
-        for limit in (440_000, 460_000, 480_000, 500_000):
+        for limit in (440_000, 460_000, 490_000, 510_000):
             meter = use_metered_device(monkeypatch, limit)
             strategy = ElixirStrategy(**CHUNK, gpu_memory_limit=limit)
             _, _, run = fit(strategy, partial(MeteredNet, meter), train=_uneven_data)
@@ -319,7 +319,7 @@ def test_a_plan_under_which_memory_runs_out_goes(monkeypatch: pytest.MonkeyPatch
         _, _, run = fit(strategy, partial(MeteredNet, meter), train=_even_data)
     told = [record.getMessage() for record in caplog.records]
     assert any("everything on the GPU" in message for message in told)
-    assert 2 <= sum("ran out of memory" in message for message in told) <= 5
+    assert 2 <= sum("ran out of memory" in message for message in told) <= 6
     assert not strategy.plan.is_all_resident
     assert [x.item() for x in run.losses] == [x.item() for x in expected.losses]
     assert_same_state(run.state, expected.state)
