@@ -91,8 +91,6 @@ class HardwareSpec:
     host_bytes_per_s: float | None = None
     """All that is read and written in host memory while the host updates and both directions of the bus are busy;
     None where it was not measured."""
-    slowdown_beside_updates: float = 1.0
-    """How much longer still transfers in both directions take while the host updates; at least 1."""
     matmul_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     """By compute dtype, for large matrices."""
     device_bytes_per_s: float = math.inf
@@ -290,7 +288,7 @@ def _check_values(values: Mapping[str, Any]) -> None:
             check(key, value, is_count and value >= 0, "a number of bytes")
         elif key in _RATES:
             check(key, value, is_number and value > 0, "a positive number")
-        elif key in ("duplex_slowdown", "slowdown_beside_updates"):
+        elif key == "duplex_slowdown":
             check(key, value, is_number and value >= 1, "a number of at least 1")
         elif key == "launch_s":
             check(key, value, is_number and value >= 0, "a number of seconds")
@@ -337,7 +335,6 @@ def hardware_table(spec: HardwareSpec) -> list[tuple[str, str]]:
         ("host to device", _curve_text(spec.h2d)),
         ("device to host", _curve_text(spec.d2h)),
         ("both directions at once", f"{spec.duplex_slowdown:.2f} times as long"),
-        ("transfers beside updates of the host", f"{spec.slowdown_beside_updates:.2f} times as long again"),
     ]
     for what, curve in (
         ("all-gather of a chunk", spec.all_gather),

@@ -35,7 +35,6 @@ from lightning_elixir.plan.placing.space import (
     PATTERNS,
     SHARDED,
     SHARDED_PARAMS,
-    SLACK_OF_STREAMS,
     Candidate,
     Choice,
     Outcome,
@@ -624,8 +623,6 @@ def _why(loser: Outcome, best: Outcome) -> str:
         ),
         "of the host's work for chunks and pieces": loser.handling_s - best.handling_s,
     }
-    if theirs.total_s < ours.total_s and loser.slack > best.slack:
-        return f"not faster by {SLACK_OF_STREAMS - 1:.0%}, which plans with streamed updates have to be"
     parts = [
         f"{format_seconds(abs(seconds))} {'more' if seconds > 0 else 'less'} {name}"
         for name, seconds in sorted(more.items(), key=lambda item: -item[1])

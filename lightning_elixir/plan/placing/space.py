@@ -22,10 +22,6 @@ SHARDED_PARAMS = Site(Tier.GPU, Tier.CPU, False)
 PATTERNS = ("first", "last", "spread", "smallest")
 DEPTHS = (2, 4, 8)
 _ROUNDING = 1e-9  # of sums of times in another order
-SLACK_OF_STREAMS = 1.05
-"""Of plans that stream updates. Seen on an H100 and two H200s: by three or four streamed chunks a step was to become 2%
-shorter, and was 9 to 14% longer than without; with a quarter of all updates streamed, steps took 4 to 8% more beyond
-what was predicted than others did."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +81,13 @@ class Outcome:
     """Of a step; None if it does not fit."""
     handling_s: float = 0.0
     """The host's work to have chunks moved and updated, which is not in `times`."""
-    slack: float = 1.0
-    """By how many times a real step may well be longer than `times` say."""
     is_glimpsed: bool = False
     """It is slower than it had to be, and no more was found than that: `times` are too short."""
 
     @property
     def felt_s(self) -> float:
         """What outcomes are compared by."""
-        return float("inf") if self.times is None else self.times.total_s * self.slack + self.handling_s
+        return float("inf") if self.times is None else self.times.total_s + self.handling_s
 
 
 class Space:
@@ -197,7 +191,6 @@ class Space:
         """Of a step that feels longer than `limit_s`, only that."""
         blocks, use = placement.blocks, placement.use
         times, handling_s, is_glimpsed = None, 0.0, False
-        slack = SLACK_OF_STREAMS if any(c.is_update_streamed for c in placement.chunks) else 1.0
         if (
             self._fits_gpu(placement)
             and self._fits_host(use.host_bytes)
@@ -205,12 +198,12 @@ class Space:
         ):
             plan = self.placer.bare_plan(placement.chunks, blocks, choice.depth, "auto")
             handling_s = self._simulator.handling_s(placement.chunks)
-            times = self._times(plan, (limit_s - handling_s) / slack)
-            is_glimpsed = times.total_s * slack + handling_s > limit_s
+            times = self._times(plan, limit_s - handling_s)
+            is_glimpsed = times.total_s + handling_s > limit_s
             self.num_simulations += 1
         gpu_bytes = placement.gpu_bytes(blocks)
         found = Outcome(choice, placement.chunks, gpu_bytes, use.host_bytes, use.nvme_bytes, blocks, times)
-        return replace(found, handling_s=handling_s, slack=slack, is_glimpsed=is_glimpsed)
+        return replace(found, handling_s=handling_s, is_glimpsed=is_glimpsed)
 
     def _times(self, plan: Plan, limit_s: float) -> StepTimes:
         """Of a step; of one that takes longer than `limit_s`, some that say so."""

@@ -33,7 +33,7 @@ class ForwardBackward:
         costs: Of every chunk.
         updates: Told of gradients that have landed.
         clocks: Of the simulated step.
-        hardware: Rates of the bus, and how much longer a transfer takes beside what else is busy.
+        hardware: Rates of the bus, and how much longer a transfer takes while the other direction is busy.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ForwardBackward:
         *,
         hardware: HardwareSpec,
     ) -> None:
-        self._hardware = hardware
+        self._hardware, self._duplex_slowdown = hardware, hardware.duplex_slowdown
         self._chunks, self._costs, self._updates, self._clocks = plan.chunks, costs, updates, clocks
         self._before = profile.intervals[0] if profile.intervals else None
         self._accesses = tuple(zip(script.accesses, profile.intervals[1:], strict=True))
@@ -138,23 +138,8 @@ class ForwardBackward:
 
     def _activation_s(self, rate: BandwidthCurve, nbytes: int, other: Bus) -> float:
         """Of a copy that begins now, in pieces as large as the host's memory is asked for them."""
-        now_s = self._clocks.now_s
         seconds = nbytes / rate.bytes_per_s(min(nbytes, _ACTIVATION_BYTES))
-        return self._slowed(seconds, now_s, is_other_busy=other.is_busy(now_s))
-
-    def _slowed(self, seconds: float, start_s: float, *, is_other_busy: bool) -> float:
-        """Seconds of a transfer beside what else is under way when it begins.
-
-        Args:
-            seconds: By itself.
-            start_s: When it begins.
-            is_other_busy: Whether the other direction is.
-        """
-        if is_other_busy:
-            seconds *= self._hardware.duplex_slowdown
-        return (
-            seconds * self._hardware.slowdown_beside_updates if self._clocks.backlog.cpu.is_busy(start_s) else seconds
-        )
+        return seconds * self._duplex_slowdown if other.is_busy(self._clocks.now_s) else seconds
 
     def _access(self, access: ScriptedAccess) -> None:
         clocks, backlog = self._clocks, self._clocks.backlog
@@ -194,10 +179,9 @@ class ForwardBackward:
         is_held_up = done_s > start_s  # then others may overtake it
         self._held_up[chunk_id] = max(0.0, done_s - start_s)
         start_s = max(start_s, done_s)
+        if upload_s and (clocks.reduce.free_s > start_s or clocks.d2h.is_busy(start_s)):
+            upload_s *= self._duplex_slowdown
         backlog.advance(clocks.now_s)
-        if upload_s:
-            is_other_busy = clocks.reduce.free_s > start_s or clocks.d2h.is_busy(start_s)
-            upload_s = self._slowed(upload_s, start_s, is_other_busy=is_other_busy)
         start_s = clocks.use_disk(start_s, costs.param_read_s, "read parameters", chunk_id)
         start_s, uploaded_s = clocks.h2d.reserve(start_s, upload_s)
         end_s = uploaded_s + fetch.gather_s + fetch.refresh_s
@@ -239,11 +223,10 @@ class ForwardBackward:
         clocks.record.gradient(chunk)
         reduce_s, download_s = costs.reduce_s, costs.download_s
         start_s = max(clocks.reduce.free_s, clocks.now_s)
-        clocks.backlog.advance(clocks.now_s)
-        if download_s:
-            is_other_busy = clocks.fetch.free_s > start_s or clocks.h2d.is_busy(start_s)
-            download_s = self._slowed(download_s, start_s, is_other_busy=is_other_busy)
+        if download_s and (clocks.fetch.free_s > start_s or clocks.h2d.is_busy(start_s)):
+            download_s *= self._duplex_slowdown
         reduced_s = start_s + reduce_s
+        clocks.backlog.advance(clocks.now_s)
         is_added = costs.sum_s > 0
         has_buffer_s = self._sums[0] if is_added and len(self._sums) == STAGING_BUFFERS else 0.0
         down_s, end_s = clocks.d2h.reserve(max(reduced_s, has_buffer_s), download_s)

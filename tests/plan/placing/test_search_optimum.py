@@ -9,10 +9,9 @@ import pytest
 
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.plan.placing.placement import OFFLOADED
-from lightning_elixir.plan.placing.space import SLACK_OF_STREAMS
 from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import PlacementRequest
-from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
+from lightning_elixir.plan.types import Tier, UpdateTiming
 from tests.helpers.tiers import crossed, telling
 from tests.plan.models import accesses_of, spec
 from tests.plan.problems import (
@@ -30,14 +29,9 @@ DEPTHS = (2, 4, 8)
 """Those that the search looks at."""
 
 
-def felt_s(case: Case, plan: Plan) -> float:
-    """Of a step, with what plans that stream updates have to be better by."""
-    slack = SLACK_OF_STREAMS if any(c.is_update_streamed for c in plan.chunks) else 1.0
-    return slack * case.simulate(plan).times.total_s
-
-
 def fastest_s(case: Case) -> float | None:
-    return min((felt_s(case, plan) for plan in every_placement(case, DEPTHS)), default=None)
+    times = [case.simulate(plan).times.total_s for plan in every_placement(case, DEPTHS)]
+    return min(times, default=None)
 
 
 def check(case: Case, rel: float = 0.02) -> bool:
@@ -51,7 +45,7 @@ def check(case: Case, rel: float = 0.02) -> bool:
     assert best_s is not None
     assert plan.forecast is not None
     assert plan.forecast.times.total_s == pytest.approx(case.simulate(plan).times.total_s)
-    assert felt_s(case, plan) == pytest.approx(best_s, rel=rel)
+    assert plan.forecast.times.total_s == pytest.approx(best_s, rel=rel)
     return True
 
 

@@ -267,17 +267,6 @@ def test_both_directions_at_once_take_longer() -> None:
     assert run(plan, profile, hardware).times.d2h_s == pytest.approx(1.5e-3)
 
 
-def test_transfers_take_longer_while_the_host_updates() -> None:
-    """Updates of some steps before are under way behind forward when the next chunk is fetched."""
-    plan = replace(make_plan_of(chunks_at(OFFLOADED, 4), 2), update_timing=UpdateTiming.BEHIND_FORWARD)
-    slow, alone, at_once = (
-        run(plan, there_and_back(4), machine(cpu_adam_numel_per_s=rate, slowdown_beside_updates=slowdown)).times
-        for rate, slowdown in ((NUMEL / 4e-3, 1.5), (NUMEL / 4e-3, 1.0), (1e30, 1.5))
-    )
-    assert at_once.h2d_s == pytest.approx(alone.h2d_s)  # no update is under way when a transfer begins
-    assert slow.h2d_s == pytest.approx(alone.h2d_s + TRANSFER_S / 2)  # the one that is fetched before its turn
-
-
 def test_frozen_replicas_survive_the_step() -> None:
     plan = make_plan_of([*chunks_at(OFFLOADED, 2, requires_grad=False), *chunks_at(OFFLOADED, 3)[2:]], 3)
     times = run(plan, there_and_back(3), machine()).times
