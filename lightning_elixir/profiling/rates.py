@@ -258,8 +258,8 @@ class Workbench:
             update.run()
 
         nbytes = update.numel * _ADAM_TRAFFIC_BYTES + num_up * up_bytes + num_down * down_bytes
-        # Copies that go on when the update is over leave the memory idle: such a time says less than updates alone (seen
-        # on two H200s: 59 GB/s, where updates alone move 89, and a step foreseen in 1.20 s that took 0.81).
+        # Copies that go on when the update is over leave the memory idle: such a time says less than updates alone
+        # (seen on two H200s: 59 GB/s where updates alone move 89, and a step foreseen in 1.20 s that took 0.81).
         return max(nbytes / self._watch.seconds(work), host_numel_per_s * _ADAM_TRAFFIC_BYTES)
 
     # Arithmetic
