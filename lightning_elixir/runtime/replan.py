@@ -10,6 +10,7 @@ free space.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ from lightning_elixir.storage.shards import ShardStore
 
 if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
+
+log = logging.getLogger(__name__)
 
 _NUM_MOMENTS = 2  # of Adam
 # What a chunk takes of the host's memory, or leaves there, is made or freed by the way, if it is less.
@@ -114,18 +117,26 @@ class _Unmapping:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._give_back = partial(release_cached_memory, device, with_workspaces=False)
+        self._device = device
         self._worker = Worker("elixir-unmapping", context=partial(working_on, device))
         self._task: Task | None = None
 
     def begin(self) -> None:
-        """Chunks have left, unless the last call's part is still under way: then it goes with the next one's."""
-        if self._task is None or self._task.is_over():
-            self._task = self._worker.submit(self._give_back)
+        """Chunks have left, unless the last call's part is still under way: then it goes with the next one's. On a CPU
+        nothing is kept."""
+        if self._device.type != "cpu" and (self._task is None or self._task.is_over()):
+            self._task = self._worker.submit(partial(_give_back, self._device))
 
     def end(self) -> None:
         """Wait for it; what is left is for the caller."""
         self._worker.rest()
+
+
+def _give_back(device: torch.device) -> None:
+    try:
+        release_cached_memory(device, with_workspaces=False)
+    except Exception:  # the move harms nothing by it, and gives all of it back at its end, where a failure is raised
+        log.warning("device memory that chunks have left could not be given back during the move", exc_info=True)
 
 
 def _to_come(engine: Engine, chunk: Chunk, spec: ChunkSpec, before: ShardStore) -> list[Extent]:

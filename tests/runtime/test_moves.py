@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_elixir.core import worker
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.types import Plan
+from lightning_elixir.runtime import replan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import streamed_updates as bodies
 from tests.helpers.dist import run_ranks
@@ -122,6 +125,36 @@ def test_gradients_land_in_the_same_host_memory_after_a_move() -> None:
     assert all(module.engine.store[i].grad_buffer is None for i in trained)
     bodies.train_step(module, optimizer, how, 1)
     module.close()
+
+
+def test_a_move_on_a_cpu_starts_no_thread_that_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(worker, "start", lambda thread: (started.append(thread.name), thread.start()))
+    how = HOWS["unused_fp32"]
+    module, _ = bodies.new_training(how, "host", CPU)
+    plan = module.plan
+    module.replan(replace(plan, chunks=tuple(bodies.SITES["gpu"](c) for c in plan.chunks)))
+    module.replan(plan)  # which leaves the device
+    assert not [name for name in started if "unmapping" in name]
+    module.close()
+
+
+def test_memory_that_cannot_be_given_back_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside the move, which goes on."""
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(replan, "release_cached_memory", fail)
+    monkeypatch.setattr(replan, "working_on", lambda device: nullcontext())
+    unmapping = replan._Unmapping(torch.device("cuda", 0))
+    unmapping.begin()
+    unmapping.end()
+    (record,) = caplog.records
+    assert "could not be given back" in record.getMessage()
+    assert "unspecified launch failure" in caplog.text
 
 
 def halves(site: str) -> tuple[ElixirModule, list[ElixirOptimizer], list[torch.nn.Parameter]]:
