@@ -567,9 +567,7 @@ class Planner:
                 "going on with the smallest plan there is%s: %s%s",
                 self._excess(plan, budget, over_chunks, regime),
                 error,
-                " With a language model of transformers, use_fused_kernels=True takes less: never all logits at once."
-                if self.config.may_fuse and self._counts_activations and error.resource == "GPU"
-                else "",
+                self._advice(plan) if error.resource == "GPU" else "",
             )
             binding = "what a step takes beside the chunks: this is the smallest plan there is"
             return with_forecast(plan, over_chunks, self.figures.best, regime, budget, binding=binding)
@@ -595,6 +593,20 @@ class Planner:
             if limit is not None and nbytes > limit
         ]
         return f", which will exceed {' and '.join(over)}" if over else ""
+
+    def _advice(self, plan: Plan) -> str:
+        """To a refusal for want of device memory, which is about the chunks that there are."""
+        advice, size = "", plan.block_bytes
+        if self.config.chunk_size is None:
+            advice = (
+                f" That is with chunks as they are (chunk_size={size}, {format_bytes(size)}): under a higher limit"
+                " larger ones may be chosen, which take more."
+            )
+        if self.config.may_fuse and self._counts_activations:
+            advice += (
+                " With a language model of transformers, use_fused_kernels=True takes less: never all logits at once."
+            )
+        return advice
 
     def _guessed_plan(self, model: nn.Module, budget: Budget, layout: Plan | None = None) -> Plan:
         """The fastest one if activations take a common share of the device and the optimizer is an Adam of ours. It

@@ -56,6 +56,13 @@ class Plans(pl.Callback):
             strategy.training_step = training_step  # type: ignore[method-assign]
 
 
+class AdafactorNet(Net):
+    """Its optimizer needs whole parameters in the step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=1e-3)
+
+
 def _plans(make_model: type[Net] = Net, **options: Any) -> list[Plan]:
     callback = Plans()
     trainer_options = {"accumulate_grad_batches": options.pop("accumulate", 1)}
@@ -363,6 +370,26 @@ def test_the_smallest_plan_is_left_where_steps_take_less_than_was_foreseen(
     assert plans[-1].is_all_resident == (not lacking)
     assert plans[-1].forecast is not None
     assert plans[-1].forecast.after_steps
+
+
+def test_what_would_fit_does_with_chunks_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    """Chunks are cut by the limit before a step is known, and larger ones need more than the number says."""
+
+    def advised(limit: int, **options: Any) -> tuple[int, int] | None:
+        caplog.clear()
+        fit(ElixirStrategy(gpu_memory_limit=limit, **options), AdafactorNet)
+        told = [r.getMessage() for r in caplog.records if "going on with the smallest plan there is" in r.getMessage()]
+        if not told:
+            return None
+        found = re.search(r"What would fit: ([\d.]+) KiB more .*with chunks as they are \(chunk_size=(\d+),", told[0])
+        assert found is not None
+        return limit + round(float(found[1]) * 1024), int(found[2])
+
+    first = advised(40 * 1024)
+    assert first is not None
+    higher, chunk_size = first
+    assert advised(higher) is not None
+    assert advised(higher, chunk_size=chunk_size) is None
 
 
 @pytest.mark.parametrize(("options", "is_gpu"), [({}, True), ({}, False), ({"use_fused_kernels": "auto"}, True)])
