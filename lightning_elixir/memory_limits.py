@@ -193,7 +193,8 @@ def _shown(row: Sequence[int]) -> str:
 
 
 def fits(plan: Plan, budget: Budget, regime: TrainingRegime) -> bool:
-    """Whether what a plan keeps, with its rCache full, is within a budget."""
+    """Whether what a plan keeps, with its rCache full, is within a budget. Blocks of the rCache and of gradients count,
+    though there are none between steps: the limit stays in force, and the next step needs them."""
     use = plan_use(plan, regime)
     gpu_bytes = use.gpu_bytes + budget.non_model_bytes
     return all(
