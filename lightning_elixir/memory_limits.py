@@ -3,9 +3,10 @@
 [Note: a live budget] Between two steps a user may say how much memory there is from now on: less of it, for something
 else that runs beside the training, or more again. The chunks stay; they are only placed anew, and the engine moves as
 in any other replan, so that no number changes. A plan is found before anything moves: where none fits, all ranks raise,
-and nothing has changed. Limits that are left out are what they were at the beginning. Who sets limits does it again and
-again, so what was found for some is taken again where it still fits, and the host memory that chunks leave may stay for
-the next time (`HostMemory.keep`): to get fresh memory and to lock it takes longer than to copy what comes there.
+and nothing has changed. Limits that are left out are what they were at the beginning. The same limits are set again
+and again, so a plan that was found for them is taken again where it still fits, and the host memory that chunks leave
+may stay for the next time (`HostMemory.keep`): to get fresh memory and to lock it takes longer than to copy what comes
+there.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class MemoryLimits:
 
 
 class KeptPlans:
-    """Plans that were found for limits of memory. Who sets limits does so again and again; a search takes a second."""
+    """Plans that were found for limits of memory: the same are set again and again, and a search takes a second."""
 
     _MOST = 8
     _AS_MUCH = 1.05
@@ -148,7 +149,7 @@ def common_budget(
 def agree_on_limits(
     engine: Engine, gpu: int | str | None, cpu: int | str | None, *, keep_host_memory: bool
 ) -> MemoryLimits:
-    """What all ranks ask for. Collective; waits for updates under way.
+    """The limits, which are to be the same on all ranks. Collective; waits for updates under way.
 
     Args:
         engine: Between two steps.
@@ -358,7 +359,7 @@ class LimitedModule:
                 distributed_storage=plan.is_storage_distributed, accesses=module_accesses(self.model)
             )
             hardware = HardwareSpec.nominal(budget.gpu_bytes, budget.cpu_bytes or 0)
-            if budget.nvme_bytes:  # a search that only has to find what fits asks for some figure
+            if budget.nvme_bytes:  # any figure does where the search only has to find what fits
                 hardware = replace(hardware, nvme_read_bytes_per_s=_NOMINAL_DISK, nvme_write_bytes_per_s=_NOMINAL_DISK)
             return with_or_without_activations(
                 lambda within: place_anew(plan, request, within, regime, hardware), budget

@@ -3,7 +3,7 @@
 [Note: three groups] They have the same ranks. *data*: all-gathers of shards, issued only at points where all ranks have
 agreed on them. *reduce*: reduce-scatters of gradients, issued in the plan's order, never waited for by the host before
 the end of backward. *control*: small messages between hosts (gloo). A host may block on control and, on gloo, on data,
-and all ranks are then at the same point; no host ever blocks on a reduction while a peer may want data.
+and all ranks are then at the same point; no host ever blocks on a reduction while a peer may need data.
 
 [Note: in step] Whatever ranks tell each other over the control group begins with the call that it belongs to, so that
 ranks which are in different calls learn it at once, each which. Where hosts wait, they do so in slices, between which

@@ -4,7 +4,7 @@ torchao keeps a moment as a shell (Note: shells) around codes of 8 or 4 bits, a 
 the table of what codes stand for. `AdEMAMix` of bitsandbytes keeps two moments in one tensor, `[2, *shape]`. Such a
 state has three forms:
 
-- as the optimizer's step wants it: `{"exp_avg": OptimState8bit(...)}`, `{"state1": ...}`;
+- as the optimizer's step takes it: `{"exp_avg": OptimState8bit(...)}`, `{"state1": ...}`;
 - in *parts*, plain tensors that may live on any tier: `{"exp_avg:codes": ..., "exp_avg:scale": ..., ...}`,
   `{"state1": ...}`;
 - *spread*, as checkpoints hold it, where all that grows with the parameter has its shape and can be read in slices:
@@ -68,7 +68,7 @@ def parts_of(state: Mapping[str, Any], shape: Sequence[int], empty: Empty | None
 
 
 def composed(parts: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-    """The states of one parameter as its optimizer wants them, over the same memory.
+    """The states of one parameter as its optimizer takes them, over the same memory.
 
     Args:
         parts: From `parts_of`.
@@ -106,7 +106,7 @@ def spread(parts: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:
 
 
 def composed_again(saved: Mapping[str, Any], empty: Empty | None = None) -> dict[str, Any]:
-    """As the optimizer wants them, from what `spread` has made.
+    """As the optimizer takes them, from what `spread` has made.
 
     Args:
         saved: Of one parameter.

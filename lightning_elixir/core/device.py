@@ -122,7 +122,7 @@ class Device(Protocol):
         """Most device bytes in use by tensors since the last `take_peak_bytes`; 0 where they are not counted."""
 
     def take_peak_bytes(self) -> int:
-        """As `peak_bytes`, and ask for a new start."""
+        """As `peak_bytes`, which counts anew from here."""
 
     def usable_bytes(self) -> int | None:
         """Bytes of the device's memory that this process may use; None where they are not counted."""

@@ -222,7 +222,7 @@ class HostMemory:
         self._freeing.append(self._worker.submit(tensors.clear))
 
     def keep(self, tensors: list[Tensor], most_bytes: int) -> None:
-        """As `free`, but those that nothing else refers to stay, for the next call that asks for their size, until
+        """As `free`, but those that nothing else refers to stay, for the next call for their size, until
         `let_go`.
 
         Args:

@@ -69,7 +69,7 @@ class MeetingGroup(dist.ProcessGroup):
         self._name = ""
 
     def bind(self, host: Host | None) -> None:
-        """Ask this host from now on, for as long as it lives; None: use the group's own."""
+        """Collectives go through this host from now on, for as long as it lives; None: through the group's own."""
         self._host = None if host is None else weakref.ref(host)
 
     @property
@@ -77,7 +77,7 @@ class MeetingGroup(dist.ProcessGroup):
         """Whether there is a host."""
         return self._host is not None and self._host() is not None
 
-    # What torch asks a group of Python for
+    # What torch calls on a group that is written in Python
 
     def getBackendName(self) -> str:
         return _BACKEND

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-# Kernels of quantised products read 16 bytes at once, and some want their tensors where torch's allocator puts them.
+# Kernels of quantised products read 16 bytes at once, and some need tensors aligned as torch's allocator has them.
 _ALIGNED = 256
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -50,7 +50,7 @@ class ShellLayout:
     parts: tuple[tuple[str, Any], ...]
     """By the names that it has for them: tensors, shells, or values that are neither."""
     context: Any
-    """What its class wants to have back."""
+    """What `__tensor_flatten__` gave beside the parts, and `__tensor_unflatten__` takes."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype

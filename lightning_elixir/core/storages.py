@@ -1,4 +1,4 @@
-"""Who shares the memory of a tensor."""
+"""Which tensors share their memory."""
 
 from __future__ import annotations
 

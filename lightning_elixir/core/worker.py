@@ -105,7 +105,8 @@ class Task:
         return not self._is_held and (self._after is None or self._after._is_over)
 
     def _is_prepared(self) -> bool:
-        """Asks the device until it has said yes: to ask costs microseconds that other threads wait for."""
+        """Whether the event has come. Once it has, the device is not queried again: other threads wait for the
+        microseconds that a query takes."""
         if not self._is_event_past:
             try:
                 self._is_event_past = self._event is None or self._event.is_over()

@@ -88,7 +88,7 @@ def kernels_for(*operands: Tensor) -> Kernels | None:
 
 def foresees(*operands: Tensor) -> bool:
     """Whether these have no values, and a kernel would take them on a GPU, for which steps are foreseen: an operator
-    asks for memory then, and reads and writes, as the kernel does. Without the package, as torch's operators do."""
+    then takes memory, and reads and writes, as the kernel does. Without the package, as torch's operators do."""
     return isinstance(operands[0], FakeTensor) and _have_one_dtype(operands) and kernels() is not None
 
 

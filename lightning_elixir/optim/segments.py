@@ -342,7 +342,7 @@ class SegmentOptimizer:
             if not (self.is_adam and k in ("step", *MOMENTS))
         }
         settings = self._inner.param_groups[self._group_indices.index(self.places[position].group_index)]
-        if settings.get("capturable") or settings.get("fused"):  # these want their step counts beside the parameters
+        if settings.get("capturable") or settings.get("fused"):  # these need their step counts beside the parameters
             taken = {k: v.to(self.work.device) if isinstance(v, Tensor) else v for k, v in taken.items()}
         self.adam.forget(position)
         if self.is_adam and state:

@@ -1,7 +1,7 @@
 """Patterns into a model: whose parameters become parts, and whose modules talk to their peers.
 
-[Note: patterns] A module keeps its class, its names and its hooks. Its `forward` becomes an attribute that asks the
-pattern (`PatternForward`), which calls the class's own; each parameter that is cut becomes one on `meta` in the shape
+[Note: patterns] A module keeps its class, its names and its hooks. Its `forward` becomes an attribute that calls the
+pattern (`PatternForward`), and that the class's own; each parameter that is cut becomes one on `meta` in the shape
 of a part, with its cuts, and on the rank that has the values with the whole (`patterns/cuts.py`). The engine fills
 parts from that. All of it can be taken back (`take_out`), as a further run may have other patterns.
 
@@ -40,7 +40,7 @@ class PatternForward:
 
     Args:
         module: Whose.
-        pattern: What to ask.
+        pattern: What computes in its place.
         peers: The ranks that share its work.
     """
 

@@ -3,7 +3,7 @@
 [Note: DTensors] A DTensor is a shell around this rank's part, with words about the whole. Chunks hold plain parts, so
 here the words go to the module, and its parameter becomes a plain one, cut as the DTensor was: from then on it is a
 parameter of a pattern (`patterns/cuts.py`), to planning, the engine, optimizers and checkpoints. Code that computes
-asks the module for the parameter by its name. While an engine computes, it gets a DTensor over the part, made for this
+reads the parameter as an attribute of its module. While an engine computes, it is a DTensor over the part, for this
 one use, so torch's own operators and parallel styles run as ever. What autograd saves of it is its part, which the
 engine knows (`runtime/hooks.py`). A gradient comes back to the part in the DTensor's own placement: one that is a sum
 over ranks, as those of norms along a cut sequence are, is added up here.
@@ -92,7 +92,7 @@ class Placed:
             group.bind(wire)
 
     def as_seen(self, name: str, tensor: Tensor) -> Tensor:
-        """What code that asks for a parameter gets: a DTensor where it computes."""
+        """What the attribute of the parameter gives: a DTensor where its module computes."""
         is_computing = self._wire is not None and self._wire.is_computing
         if is_computing or is_without_values(tensor):
             seen: Tensor = _Shell.apply(tensor, self.mesh, self.placements[name])  # type: ignore[no-untyped-call]

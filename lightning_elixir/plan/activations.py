@@ -71,7 +71,7 @@ class ActivationMoves:
 
 
 NO_MOVES = ActivationMoves()
-"""Of nearly all intervals, which is told by identity where simulations ask for each of them."""
+"""Of nearly all intervals: simulations compare each with it, by identity."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 The network is two numbers: what one rank sends to other nodes while all ranks of its node do the same, and how long one
 message takes. Within a node collectives take as long as they were measured there. Between nodes they take as long as
 the bytes of ours take: an all-gather is a ring, so a node's ranks together receive what it has not got, once; a
-reduce-scatter is an exchange of slices, so each rank sends all that other nodes want of it; and the mean over copies is
+reduce-scatter is an exchange of slices, so each rank sends other nodes all of their slices; and the mean over copies is
 both, of a slice. Each has a message's time for every other node. What overlaps takes the longer of both.
 """
 

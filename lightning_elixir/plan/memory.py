@@ -221,13 +221,13 @@ def host_bytes_for(cpu_bytes: int) -> int:
 
 
 def fair_part(nbytes: int, wanted: int, others: Sequence[int]) -> int:
-    """One model's part of a memory that several share. A model that wants less than an even part gets that, and what it
-    leaves goes to the others; what none of them wants goes to all, by what they want.
+    """One model's part of a memory that several share. A model that needs less than an even part gets what it
+    needs, and the others share the rest; where all get what they need, all of the memory is shared in that proportion.
 
     Args:
         nbytes: Of the memory.
-        wanted: By this model, in bytes.
-        others: What each other model wants.
+        wanted: What this model needs, in bytes.
+        others: What each other model needs.
     """
     left, count = nbytes, 1 + len(others)
     if wanted + sum(others) <= nbytes:

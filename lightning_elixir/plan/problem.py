@@ -1,4 +1,4 @@
-"""What a plan is made for: what the user asks, within which limits, trained how, on what machine."""
+"""What a plan is made for: what the user asked for, within which limits, trained how, on what machine."""
 
 from __future__ import annotations
 

@@ -101,14 +101,14 @@ def _beside(other: Plan, best: Plan) -> str:
 
 
 def sharding_note(plan: Plan) -> str:
-    """Who shares what, and what else was weighed; empty where all ranks share all, and nothing was."""
+    """Which ranks share chunks, and what else was weighed; empty where all ranks share all, and nothing was."""
     if plan.num_copies == 1 and NOTE not in plan.notes:
         return ""
     return str(plan.notes.get(NOTE, describe_sharding(plan.mesh)))
 
 
 def describe_sharding(mesh: Mesh) -> str:
-    """Who shares what, for people."""
+    """Which ranks share chunks, for people."""
     if mesh.copies == 1:
         return f"sharded over all {mesh.world_size} ranks"
     return f"sharded over {mesh.copy_size} ranks, in {mesh.copies} copies"

@@ -1,7 +1,7 @@
 """Which operands `torch.autocast("cuda")` casts to what, for tensors that are not on a GPU.
 
 Fake tensors live on the CPU, whose own autocast has other lists. So the profiler enters the CPU's autocast, which makes
-what models ask about it (`torch.is_autocast_enabled`, nested contexts, checkpointing) come out right, keeps it from
+what models read of it (`torch.is_autocast_enabled`, nested contexts, checkpointing) come out right, keeps it from
 casting, and casts by these lists.
 """
 

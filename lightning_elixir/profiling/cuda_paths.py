@@ -83,7 +83,8 @@ class CudaPaths(TorchFunctionMode):
 
 
 def _without_guard(func: FunctionType) -> Callable[..., Any]:
-    """The function with its question for overrides answered by no; itself if it does not ask."""
+    """The function as it runs where its check for overrides (`__torch_function__`) finds none; itself if it has no such
+    check."""
     names = [name for name in _GUARDS if name in func.__code__.co_names and name in func.__globals__]
     if not names:
         return func
@@ -247,7 +248,7 @@ def _attention_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 
 
 def _aligned_mask(mask: Tensor) -> Tensor:
-    """The efficient kernel wants rows of a mask to start at multiples of 8 elements."""
+    """The efficient kernel needs rows of a mask to start at multiples of 8 elements."""
     columns = mask.shape[-1]
     return mask if columns % 8 == 0 else F.pad(mask, (0, -columns % 8))[..., :columns]
 

@@ -1,7 +1,7 @@
 """Small tensors whose values are known stay real in a step on fake tensors, so that code may look at them.
 
-Models ask whether a mask masks anything, whether positions start anew, how long a sequence is: of tensors made from the
-step's integer inputs, or from nothing. Such an answer decides which way a layer takes, so it should be the true one.
+Models read whether a mask masks anything, whether positions start anew, how long a sequence is, from tensors made of
+the step's integer inputs, or of nothing. Such a value decides which way a layer takes, so it should be the true one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def run(
 
 class KnownValues(TorchDispatchMode):
     """Enter under a fake mode where a model is built: what is tiny has values, since constructors read some.
-    Initializers that ask whether they have to draw again are told no."""
+    Flags of other tensors are read as False, so that initializers which may have to draw again do not."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

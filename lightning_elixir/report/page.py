@@ -126,7 +126,7 @@ def _alternatives_note(data: ReportData) -> str:
 
 
 def _sharding(data: ReportData) -> Markup:
-    """Who shares what; nothing where that goes without saying."""
+    """Which ranks share chunks; nothing where all share all."""
     note = sharding_note(data.plan)
     return element("p", element("b", "Ranks: "), note) if note else Markup("")
 

@@ -74,7 +74,7 @@ class ActivePlan:
         if earlier is not None:
             self.reducer.take_over(earlier.reducer)
 
-    # What `Agreement` asks of a rank
+    # What `Agreement` calls on a rank
 
     @property
     def is_computing(self) -> bool:

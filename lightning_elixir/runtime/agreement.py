@@ -1,7 +1,7 @@
 """How ranks keep their collectives in step.
 
-[Note: agreed collectives] No rank issues a collective on its own. A rank that misses a chunk tells the others what it
-wants, and every rank joins the all-gather of every chunk that any rank wants, keeping those it asked for. A rank
+[Note: agreed collectives] No rank issues a collective on its own. A rank that misses a chunk tells the others which it
+needs, and every rank joins the all-gather of every chunk that any rank needs, keeping its own ones. A rank
 whose next gradients are complete tells how far it is in the common order, and what all have ready is reduced. A rank
 that has come to the end of its forward, its backward, or to any other collective operation of the engine waits there
 and serves the others until all have arrived (at the end of backward it has all gradients it will have, so it is ready
@@ -39,7 +39,7 @@ from lightning_elixir.plan.mesh import AXES, Mesh
 
 class Meeting(enum.IntEnum):
     """Points that every rank passes in the same order. The first three are none: at an exchange of a pattern only its
-    peers meet, and the others tell how far the gradients are, and ask for chunks."""
+    peers meet; at the others ranks tell how far their gradients are, and which chunks they need."""
 
     PATTERN = -2
     READY = -1

@@ -1,4 +1,4 @@
-"""What an engine asks of the optimizers over its chunks."""
+"""What an engine reads of, and calls on, the optimizers over its chunks."""
 
 from __future__ import annotations
 

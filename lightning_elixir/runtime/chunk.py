@@ -90,8 +90,8 @@ class Chunk:
         self._is_on_host = device.torch_device.type == "cpu"  # storages elsewhere count as shared always
         self.storage_bytes = storage_bytes
         self._storage = self.flat.untyped_storage()
-        # Nothing asks them: `torch.utils.swap_tensors` refuses what is weakly referenced, and would take the parameters
-        # away from here without a word.
+        # Never read. `torch.utils.swap_tensors` refuses tensors with weak references; without these it would put others
+        # in the parameters' place, unnoticed.
         self._references: list[weakref.ref[nn.Parameter]] = []
         self._stand_ins: list[Tensor] = []  # what takes their place while the chunk is released
         self.is_bound = False  # whether the parameters are the views

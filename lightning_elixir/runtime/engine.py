@@ -488,7 +488,7 @@ class Engine:
 
         Args:
             where: At what it failed, for the message.
-            cure: How to go on from a checkpoint, after a comma; beside what the error asks for.
+            cure: How to go on from a checkpoint, after a comma; beside the cure of the error.
             error: Why, if something has failed.
         """
         why = (
@@ -580,7 +580,7 @@ class Engine:
         self.traffic.reset()
 
     def rest(self) -> None:
-        """End all threads when what they do is done; what asks for more starts them again. Raises nothing."""
+        """End all threads when what they do is done; the next task starts them again. Raises nothing."""
         if not self._is_freed:
             self.reducer.landing.rest()
             self.active.fetcher.rest()

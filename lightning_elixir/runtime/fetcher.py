@@ -115,7 +115,7 @@ class Fetcher:
         self._reads.close()
 
     def serve(self, chunk: Chunk) -> None:
-        """Take part in the peers' fetch of a chunk that this rank does not want."""
+        """Take part in the peers' fetch of a chunk that this rank does not need."""
         self._source(chunk)
         shard = self._store.settle(chunk.id)
         scratch = torch.empty(chunk.spec.numel, dtype=chunk.dtype, device=self._device.torch_device)

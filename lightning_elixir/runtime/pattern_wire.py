@@ -2,10 +2,10 @@
 
 [Note: patterns between collectives] A rank that waits in a pattern's exchange serves none. So it goes there when all
 its peers do: before each exchange they meet over the messages of all ranks (`Agreement.meet_along`), where a rank that
-wants chunks, or has gradients to reduce, is served until then. What must be equal on all peers is told there, too:
+needs chunks, or has gradients to reduce, is served until then. What must be equal on all peers is told there, too:
 ranks of one tensor-parallel group that have batches of other shapes learn so, in place of an error of the network.
 
-Where every chunk is resident no rank wants any, so that hosts need not meet in a forward. In a backward ranks wait for
+Where every chunk is resident no rank needs any, so that hosts need not meet in a forward. In a backward ranks wait for
 each other once more, with gradients to reduce; peers along "tensor" do so at the same points of the same graph, so if
 nothing else is cut they need not meet there either (ranks that share experts have other tokens, and so other points).
 They meet for the first exchanges all the same, to compare, and tell at the end of each backward how many there were.

@@ -559,7 +559,7 @@ class Reducer:
         """Finish the oldest reductions until `keep` are under way; their blocks become free.
 
         Args:
-            is_given_up: By this rank, perhaps alone: others may never ask for the means over copies that are to come.
+            is_given_up: By this rank, perhaps alone: others may never come to the means over copies.
         """
         while len(self._in_flight) > keep:
             item = self._in_flight.popleft()

@@ -5,8 +5,8 @@ autograd, activation checkpointing, hooks and custom Functions may keep a parame
 nothing is intercepted. So while a chunk is released its parameters lie on no storage of its own: `.data` is a stand-in
 of the same shape, strides, dtype and device whose dispatch keys hold one that no backend uses. Every operator over it,
 from Python or C++, then comes to `_read`, which has the chunk brought and calls the operator again. Shapes and the like
-can be asked for without that, and gradients be accumulated. What asks from C++ for the address, past all
-operators (`torch.utils.dlpack.to_dlpack`, extensions), gets torch's error of tensors without any.
+can be read without that, and gradients be accumulated. Code in C++ that takes the address without an operator
+(`torch.utils.dlpack.to_dlpack`, extensions) gets torch's error for tensors that have none.
 """
 
 from __future__ import annotations

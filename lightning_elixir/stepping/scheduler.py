@@ -385,8 +385,8 @@ class UpdateScheduler:
         return {chunk.id: needs.get(chunk.id, len(needs) + chunk.id) for chunk in chunks}
 
     def _take_begun(self, chunks: Sequence[Chunk], used: Mapping[int, set[int]]) -> dict[int, Begun]:
-        """The updates that have begun and are the step's, by chunk id; those that can be dropped and are not what the
-        step wants are."""
+        """The updates that have begun and are the step's, by chunk id; those that are not the step's,
+        and can be dropped, are."""
         right: set[int] = set()
         for chunk in chunks if self._speculation else ():
             inner, members = self.states.inner[chunk.id], used[chunk.id]

@@ -2,9 +2,9 @@
 
 [Note: exact speculation] A norm to clip to, or a loss scale, decides about all gradients together. Most steps clip
 nothing and overflow nowhere, so an update is begun as if that were known of this one: not in place, but into spare
-states, so that nothing is lost. The step then describes the update that it wants. Where that is the one which has begun
+states, so that nothing is lost. The step then describes its update. Where that is the one which has begun
 (the same factor, settings, step counts, gradients and memory), spares and states change roles, and no bit tells when it
-ran; everywhere else the begun one is dropped, and the wanted one runs from the old states. So no promise is needed of
+ran; everywhere else the begun one is dropped, and the step's runs from the old states. So no promise is needed of
 what happens between backward and step.
 
 With several ranks, norm and overflow are the same on all of them, and so is what they do about it. Where something
@@ -94,7 +94,7 @@ class Speculation:
         self._begun[chunk_id] = begun
 
     def is_right(self, chunk_id: int, wanted: Sequence[FlatUpdate]) -> bool:
-        """Whether what has begun for a chunk is what the step wants, and has not failed as far as can be seen."""
+        """Whether what has begun for a chunk is the step's update, and has not failed as far as can be seen."""
         begun = self._begun.get(chunk_id)
         if begun is None or begun.task.error is not None or len(begun.updates) != len(wanted):
             return False

@@ -243,7 +243,7 @@ class StateDicts:
                 inner.set_state(position, read(chunk, segments[place.member_index]))
 
     def _reading(self, saved: Mapping[int, Mapping[str, Any]]) -> ReadSegment:
-        """Reads what `load` wants out of whole states, by the `id` of their parameters."""
+        """Reads what `load` needs out of whole states, by the `id` of their parameters."""
         if not self._states.maker.is_whole:
             return _reading_segments(saved, self._engine.groups)
         return lambda chunk, segment: _unwrapped(saved.get(id(chunk.parameters[segment.member_index]), {}))

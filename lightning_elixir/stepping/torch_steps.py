@@ -129,7 +129,7 @@ class TorchSteps:
         return {chunk_id: set(members) for chunk_id, members in states.members.items() if members}
 
     def _ready_grad(self, grad: Tensor, dtype: torch.dtype, change: GradientChange) -> Tensor:
-        """The gradient as the optimizer wants it: unscaled, clipped and in its dtype; may be scratch memory."""
+        """The gradient as the optimizer takes it: unscaled, clipped and in its dtype; may be scratch memory."""
         if not change.is_nothing and grad.dtype.itemsize < 4:
             grad = self._scratch(grad, torch.float32).copy_(grad)  # factors apply before rounding
         changed = change.applied(grad)

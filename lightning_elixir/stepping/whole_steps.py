@@ -151,7 +151,7 @@ class WholeSteps(TorchSteps):
         return num_slots(most, slot_bytes)
 
     def _near_grad(self, grad: Tensor, dtype: torch.dtype, change: GradientChange) -> Tensor:
-        """A gradient as the optimizer wants it, on the compute device."""
+        """A gradient as the optimizer takes it, on the compute device."""
         near = grad.to(self._engine.device.torch_device, non_blocking=True)
         if not change.is_nothing and near.dtype.itemsize < 4:
             near = near.float()  # factors apply before rounding

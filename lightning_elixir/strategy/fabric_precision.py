@@ -20,7 +20,7 @@ class FabricElixirPrecision(ElixirPrecision):
     def convert_module(
         self, module: nn.Module, kept: Collection[str] | None = None, ignored: Collection[str] = ()
     ) -> nn.Module:
-        # Fabric asks before the strategy knows which parameters are kept in fp32; the strategy asks again.
+        # Fabric calls this before it is known which parameters are kept in fp32; the strategy calls it again.
         return module if kept is None else super().convert_module(module, kept, ignored)
 
     @override

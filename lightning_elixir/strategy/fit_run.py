@@ -247,8 +247,8 @@ class FitRun:
     # The end
 
     def finish(self) -> None:
-        """Wait for the last step's updates and for what goes to a disk: nothing that comes after the training needs to
-        ask for it, and a fit whose last step is lost must not look like a good one. Collective.
+        """Wait for the last step's updates and for what goes to a disk: nothing after the training may
+        read it, and a fit whose last step is lost must not look like a good one. Collective.
 
         Raises:
             StateError: An update has failed.

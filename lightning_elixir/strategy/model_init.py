@@ -75,7 +75,7 @@ def _digests(states: Mapping[str, Any]) -> dict[str, str]:
 # Construction
 
 # Only the code around the user's `configure_model` knows that an engine will come, and only `pretrained()` inside of it
-# wants to: there is no object that both of them see.
+# needs to: there is no object that both of them see.
 _AWAITS_ENGINE: ContextVar[bool] = ContextVar("lightning_elixir_awaits_engine", default=False)
 _IS_WITHOUT_VALUES: ContextVar[bool] = ContextVar("lightning_elixir_is_without_values", default=False)
 

@@ -286,8 +286,8 @@ def is_update_unobserved(model: LightningModule) -> bool:
 
 
 def needs_norm_or_scale(model: LightningModule) -> bool:
-    """Whether every step asks for the norm of all gradients, or whether they are finite, and mostly hears that nothing
-    has to change: updates may then begin as if they knew. Not so where gradients are clamped."""
+    """Whether every step needs to know the norm of all gradients, or that they are finite, and mostly nothing follows
+    from it: updates may then begin as if it were known. Not so where gradients are clamped."""
     trainer = model._trainer
     if trainer is None or not model.automatic_optimization:
         return False

@@ -105,7 +105,7 @@ class Processes:
         """Whether there is more than one process; asked by the Trainer, which then gives each its part of the data."""
         return self.num_nodes * self.num_processes > 1
 
-    # A single device asks the environment nothing: it may be that of a job of which this process is no numbered part.
+    # With a single device the environment is not read: it may be that of a job in which this process has no rank.
 
     @property
     def global_rank(self) -> int:

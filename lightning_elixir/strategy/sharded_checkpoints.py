@@ -1,7 +1,7 @@
 """What the strategy does about checkpoints: stand-ins before they are saved, saves under way, folders to be loaded.
 
 A save outside of `fit` is always waited for, since nothing later would raise its failure. Earlier checkpoints that a
-callback wants removed while a thread saves go after it has succeeded. `ModelCheckpoint`, which looks for files before
+callback removes while a thread saves go after it has succeeded. `ModelCheckpoint`, which looks for files before
 it chooses a name, is told of the save under way, so that it chooses the name that it would if saves were waited for.
 One that saves on exceptions comes before the ranks are told of the exception: so it first looks into the store, for
 some seconds, whether all ranks have come to one of their own (`SavesOnException`), and else leaves saving alone. After

@@ -62,7 +62,7 @@ class Updates:
         """The bus to the device brings their new values."""
         self.traffic_bytes = sum(costs[i].update_traffic_bytes for i in self.behind)
         """Read and written in host memory beside forward and backward."""
-        self._landed_s: dict[int, float] = {}  # when a chunk's gradients were where its update wants them
+        self._landed_s: dict[int, float] = {}  # when a chunk's gradients were where its update reads them
 
     @property
     def adam_s(self) -> float:
@@ -76,7 +76,7 @@ class Updates:
 
     def share_memory(self, copied_bytes_per_s: float, host_bytes_per_s: float) -> None:
         """From now on updates beside forward and backward take as much longer as they and the copies over the bus
-        together ask more of the host's memory than it gives.
+        together need more bytes a second than the host's memory has.
 
         Args:
             copied_bytes_per_s: Of copies beside them, but for gradients, which count as traffic of the updates.

@@ -15,8 +15,8 @@
 - Of its ways to wait only `synchronize` waits for reads, and it waits for everything. It holds the GIL in there. So
   transfers are begun as they come, as many as there are, before all of them are waited for.
 - It does not know threads, and crashes when a signal wakes the one that waits in it: one thread of ours makes all
-  calls, and handles no signals. (A process that is stopped and continued cannot be kept from waking it.) It asks
-  io_uring for a queue without looking whether it gets one, and crashes without: we ask first.
+  calls, and handles no signals. (A process that is stopped and continued cannot be kept from waking it.) It makes
+  a queue of io_uring without looking whether that fails, and then crashes: we try it first.
 - Its end removes the file by name, and complains on stdout if there is none: there is, for that moment.
 - It goes through the page cache: where the file system can do without, its descriptor is told so.
 """
