@@ -20,6 +20,7 @@ from lightning_elixir.errors import CapacityError, StateError
 from lightning_elixir.plan.growth_estimate import StepMemory
 from lightning_elixir.plan.memory import num_grad_blocks
 from lightning_elixir.plan.rcache import RCache
+from lightning_elixir.plan.types import AccessTrace, Acquire, Drop
 from lightning_elixir.runtime.growth import Growth
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
@@ -296,6 +297,18 @@ def test_the_first_step_under_a_plan_with_other_accesses_is_not_taken_for_growth
     training.step(5, 40)
     assert engine.wanted_non_model_bytes > 0
     training.assert_equal(train_plain((16, 16, 16, 16, 16, 40)))
+
+
+def test_a_shortage_before_a_new_sample_leaves_what_accesses_need() -> None:
+    plan = make_plan_of(chunks_at(OFFLOADED, 8), 8)
+    growth, rcache = Growth(MeteredCpuDevice(16 * plan.block_bytes)), RCache.of(plan)
+    growth.adopt(plan, rcache, None)
+    growth.learn(StepMemory((0, 8), (0, 8, 8), ((), (), ())), AccessTrace((Acquire((0, 1, 2), True), Drop((0, 1, 2)))))
+    growth.adopt(plan, rcache, None)
+    growth.outdate()
+    assert growth.wants_sample
+    assert growth.shortage()
+    assert rcache.budget_blocks == 3
 
 
 @pytest.mark.full  # with ranks, what a test of one rank finds as well
