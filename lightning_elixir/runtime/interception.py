@@ -203,13 +203,18 @@ class Interception:
     def check_unwritten(self, where: str) -> None:
         """Raises `StateError` if a parameter was written, in place or by assignment, since the forward began."""
         self.check_bound(where)
+        if written := self.written_since_forward():
+            raise StateError(self._written_inside(where, written))
+
+    def written_since_forward(self) -> list[str]:
+        """The parameters that were written in place or by assignment since the last forward with gradients began."""
         versions = self._versions
         if not versions:
-            return
+            return []
         now = self._count()
-        if versions != now:
-            written = [self.name_of(p) for p, a, b in zip(self._counted, versions, now, strict=True) if a != b]
-            raise StateError(self._written_inside(where, written))
+        if versions == now:
+            return []
+        return [self.name_of(p) for p, a, b in zip(self._counted, versions, now, strict=True) if a != b]
 
     # Intercepted calls
 

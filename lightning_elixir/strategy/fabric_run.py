@@ -143,8 +143,7 @@ class FabricRun:
         self._warm_up: WarmUp | None = None
         self._reservation: Reservation | None = None
         self._is_new_step = True
-        self.is_awaiting_backward = False
-        """Whether a forward with gradients has come since the last step."""
+        self._is_awaiting_backward = False  # a forward with gradients has come since the last step
         engine = handle.engine
         keep_within(engine.engine, handle.budget, self._regime())
         engine.memory_planner = "Fabric's strategy"
@@ -212,7 +211,7 @@ class FabricRun:
         is_outermost = self.engine.engine.phases.current is Phase.IDLE  # and no recomputation
         if not (torch.is_grad_enabled() and is_outermost and not self.engine.is_closed):
             return
-        self.is_awaiting_backward = True
+        self._is_awaiting_backward = True
         if not self._is_new_step or self._warm_up is None or self._reservation is None:
             return
         self._is_new_step = False
@@ -231,9 +230,14 @@ class FabricRun:
             raise PlanError(NO_STEP)
         return self._step.of_engine(self.handle, self._planner)
 
+    def may_have_backward(self) -> bool:
+        """Whether the loss of a backward that begins now may come from a forward of the module. After one behind which
+        parameters were written none can: where it does all the same, the hooks of its outputs find that out."""
+        return self._is_awaiting_backward and not self.engine.engine.interception.written_since_forward()
+
     def after_step(self) -> None:
         """One of the optimizers has stepped."""
-        self._is_new_step, self.is_awaiting_backward = True, False
+        self._is_new_step, self._is_awaiting_backward = True, False
         if self._warm_up is not None:
             self._warm_up.after_step(may_move=False)
 

@@ -597,6 +597,40 @@ def test_two_modules_share_the_memory(strategy: Any) -> None:
     assert evictions > 0
 
 
+def test_a_module_may_be_written_before_the_backward_of_another() -> None:
+    def run(strategy: Any, moment: str) -> Any:
+        fabric = make_fabric(strategy)
+        (one, one_optimizer), (other, other_optimizer) = [set_up(fabric, Loop()) for _ in range(2)]
+        for step in range(3):
+            x, y = batch_of(step)
+            losses = [nn.functional.cross_entropy(model(x), y) for model in (other, one)]
+            if moment == "between":
+                _halve(other)
+            fabric.backward(losses[0])
+            other_optimizer.zero_grad()  # and no step
+            if moment == "behind":
+                _halve(other)
+            fabric.backward(losses[1])
+            one_optimizer.step()
+            one_optimizer.zero_grad()
+        states = [{k: v.clone() for k, v in model.state_dict().items()} for model in (one, other)]
+        if isinstance(fabric.strategy, ElixirStrategy):
+            fabric.strategy.close()
+        return states
+
+    tight = {**TIGHT, "gpu_memory_limit": "128KiB"}
+    for mine, theirs in zip(run(tight, "behind"), run("auto", "behind"), strict=True):
+        assert_same_state(mine, theirs)
+    with pytest.raises(StateError, match="parameters were written inside forward and backward"):
+        run(tight, "between")
+
+
+def _halve(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
 @pytest.mark.full
 def test_memory_of_two_modules_is_not_more_than_the_limit() -> None:
     fabric = make_fabric(AUTO)
