@@ -316,11 +316,13 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
         except CapacityError as error:
             if not earlier:
                 raise
+            count, lacking = len(earlier) + 1, error.lacking_bytes
             raise CapacityError(
-                f"{error} This is one of {len(earlier) + 1} modules that share the memory: one that is not needed any"
-                " more has to be deleted before, or strategy.engine_of(module).close() frees it",
+                f"{error} This is one of {count} modules that share the memory: it gets its part of what is added, so"
+                f" that up to {count} times as much may be needed. One that is not needed any more has to be deleted"
+                " before, or strategy.engine_of(module).close() frees it",
                 resource=error.resource,
-                lacking_bytes=error.lacking_bytes,
+                lacking_bytes=None if lacking is None else count * lacking,
             ) from error
         run = FabricRun(handle, planner, share, self._given_step)
         self._known = [weakref.ref(each) for each in (*earlier, run)]

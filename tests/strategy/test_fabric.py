@@ -662,6 +662,20 @@ def test_modules_that_are_gone_leave_their_memory_to_others() -> None:
     fabric.strategy.close()
 
 
+def test_what_is_lacking_is_of_all_modules_that_share_the_memory() -> None:
+    limit = parse_bytes(TIGHT["gpu_memory_limit"])
+    fabric = make_fabric(TIGHT)
+    held = [set_up(fabric, Loop()) for _ in range(2)]
+    with pytest.raises(CapacityError, match="up to 3 times as much") as raised:
+        set_up(fabric, Loop())
+    fabric.strategy.close()
+    assert raised.value.lacking_bytes is not None
+    fabric = make_fabric({**TIGHT, "gpu_memory_limit": limit + raised.value.lacking_bytes})
+    held = [set_up(fabric, Loop()) for _ in range(3)]
+    assert len(held) == 3
+    fabric.strategy.close()
+
+
 def test_several_optimizers_of_one_module() -> None:
     def run(strategy: Any) -> Any:
         fabric = make_fabric(strategy)
