@@ -39,7 +39,7 @@ _CALL_BYTES_PER_S = 1e9
 
 _WRITE_CURE = (
     "parameters may be written between steps, not between the forward and the backward that uses them: move the write "
-    "to after optimizer.step()"
+    "to after optimizer.step(), which under automatic optimization is on_train_batch_end"
 )
 
 
