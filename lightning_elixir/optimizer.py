@@ -113,7 +113,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._states = ChunkOptimizers(self._engine, maker, self.param_groups)
         self._state_dicts = StateDicts(self._engine, self._states)
         self._state_dicts.take_over(optimizer)
-        self.state = StateReads(self._engine, self._states, self._state_dicts)  # type: ignore[assignment]
+        self._state_reads = StateReads(self._engine, self._states, self._state_dicts)
         self._gradients = StepGradients(self._engine, self._states, self.scaler)
         if num_update_threads is None:
             num_update_threads = default_num_update_threads()
@@ -128,6 +128,17 @@ class ElixirOptimizer(torch.optim.Optimizer):
             self._updates.allocate()
         if maker.has_modes:
             _route_modes(optimizer, weakref.ref(self))
+
+    @property  # type: ignore[override]
+    def state(self) -> StateReads:
+        """The states of each parameter, as in plain PyTorch, but copies. Raises `StateError` where it is assigned to,
+        or written to: what is written would be lost."""
+        return self._state_reads
+
+    @state.setter
+    def state(self, value: object) -> None:
+        if "_state_reads" in self.__dict__:  # not yet where torch's constructor makes a dict
+            self._state_reads.refuse()
 
     def _scaler_of_model(self, scaling: LossScaling, *, enabled: bool) -> LossScaler:
         """One for all optimizers over the model, since a backward has one loss scale.

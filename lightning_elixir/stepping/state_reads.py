@@ -60,8 +60,14 @@ class StateReads(Mapping[torch.Tensor, dict[str, Any]]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __setitem__(self, parameter: torch.Tensor, value: Any) -> NoReturn:
-        raise StateError("optimizer.state shows copies: change states by load_state_dict()")
+    def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises `StateError`, in the place of all that would write."""
+        raise StateError(
+            "optimizer.state shows copies: change states by load_state_dict(). To have the optimizer begin anew, load"
+            " optimizer.state_dict() | {'state': {}}"
+        )
+
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = refuse
 
     def __repr__(self) -> str:
         return f"<states of {sum(len(group['params']) for group in self._states.groups)} parameters, read one by one>"

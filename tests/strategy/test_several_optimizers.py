@@ -339,7 +339,15 @@ def test_states_can_be_read(place: str) -> None:
     trainer = _fit(model, ElixirStrategy(**PLACES[place]))
     assert model.seen == plain.seen
     state = trainer.strategy.optimizers[0].state
+    optimizer = trainer.strategy.optimizers[0]
+    assert optimizer.state is state
     with pytest.raises(StateError, match="shows copies"):
         state[next(model.parameters())] = {}
+    with pytest.raises(StateError, match="begin anew, load"):  # as plain PyTorch's Adam would
+        state.clear()
+    with pytest.raises(StateError, match="begin anew, load"):
+        optimizer.state = {}
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": {}})
+    assert len(state) == 0
     with pytest.raises(KeyError):
         state[torch.zeros(3)]
