@@ -84,6 +84,7 @@ class Activations:
             )
         if plan.activations != self._blocks:
             self._follow([block.name for block in plan.activations])
+            self._engine.iterations.outdate()
         self._blocks = plan.activations
         self._is_offloading = has_offloaded(plan.activations)
         self._unchunked = [p for p in self._engine.module.parameters() if self._engine.home_of(p) is None]

@@ -529,13 +529,13 @@ class Forwards:
         staying = frozenset(chunk.id for chunk in self._engine.plan.chunks if chunk.is_persistent)
         if is_first or staying != self._staying:
             self._staying = staying
-            self._engine.iterations.outdate()
             self._look_for_compiled()
         else:
             self._watch()
 
     def _look_for_compiled(self) -> None:
         """Find out what is compiled now; other modules tell of their forwards from here on."""
+        self._engine.iterations.outdate()
         leave_out_of_compiled_code(_OF_HOOKS)
         root, engine = self._engine.module, self._engine
         keep_out(root, uncompiled_modules(root))

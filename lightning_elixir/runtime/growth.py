@@ -122,8 +122,8 @@ class Growth:
         self.peak_non_model_bytes_seen = max(self.peak_non_model_bytes_seen, sample.peak_bytes)
 
     def outdate(self) -> None:
-        """Steps are going to have other accesses, as where other chunks stay: what the sampled one took at its own
-        accesses tells nothing about them, and another is sampled."""
+        """Steps are going to have other accesses, or to take other memory between them, as where other chunks stay or
+        blocks are recomputed: what the sampled one took tells nothing about them, and another is sampled."""
         self._sample = None
         self._models.clear()
 

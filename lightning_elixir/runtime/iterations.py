@@ -58,7 +58,7 @@ class Iterations:
         self.growth.adopt(active.plan, active.rcache, grad_itemsize)
 
     def outdate(self) -> None:
-        """Iterations are going to have other accesses than those that are known."""
+        """Iterations are going to have other accesses than those that are known, or to keep other activations."""
         self.traces.outdate()
         self.growth.outdate()
 

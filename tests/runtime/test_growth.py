@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from lightning_elixir.core.device import Device
 from lightning_elixir.errors import CapacityError, StateError
+from lightning_elixir.plan.activations import ActivationRequest
 from lightning_elixir.plan.growth_estimate import StepMemory
 from lightning_elixir.plan.memory import num_grad_blocks
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import AccessTrace, Acquire, Drop
+from lightning_elixir.profiling.blocks import blocks_of
 from lightning_elixir.runtime.growth import Growth
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
@@ -297,6 +299,33 @@ def test_the_first_step_under_a_plan_with_other_accesses_is_not_taken_for_growth
     training.step(5, 40)
     assert engine.wanted_non_model_bytes > 0
     training.assert_equal(train_plain((16, 16, 16, 16, 16, 40)))
+
+
+@pytest.mark.parametrize("change", ["keep", "compile"])
+def test_neither_is_one_that_keeps_what_was_recomputed_or_has_compiled_blocks(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    model: Any = make_model()
+    training = Training.of(monkeypatch, model, 40_000_000, 4 * CHUNK_BYTES)
+    engine = training.module.engine
+
+    def replan(fate: str) -> None:
+        blocks = blocks_of(model, ActivationRequest.of(fate))
+        engine.replan(replace(engine.plan, activations=blocks, activation_host_bytes=None))
+
+    replan("recompute" if change == "keep" else "keep")
+    training.run((16, 16, 16))
+    if change == "keep":
+        replan("keep")
+    else:
+        for block in model.transformer.h:
+            block.compile(backend="eager")
+    engine.set_memory_limit(1)  # any growth would lower the budget
+    training.step(3, 16)
+    assert engine.wanted_non_model_bytes == 0
+    training.step(4, 64)
+    assert engine.wanted_non_model_bytes > 0
+    training.assert_equal(train_plain((16, 16, 16, 16, 64)))
 
 
 def test_a_shortage_before_a_new_sample_leaves_what_accesses_need() -> None:
