@@ -36,7 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from defaults import GIB, Case, measured, parser_of
+from defaults import GIB, Case, measured, names_of, parser_of
 
 HANDS = ("recompute", "save_inputs_on_cpu", "trl", "save_on_cpu", "keep")
 CHOICES = ("auto", "recompute", "recompute_offloaded", "offload", "keep")
@@ -119,9 +119,8 @@ def compared(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 
 def main() -> None:
     arguments = parser_of(__doc__ or "", CASES, SUITES, "activations.json").parse_args()
-    names = SUITES[arguments.suite] if arguments.suite else arguments.cases
     arguments.stop_at_failure |= arguments.suite == "longest"
-    found = measured({name: CASES[name] for name in names}, arguments)
+    found = measured({name: CASES[name] for name in names_of(arguments, SUITES)}, arguments)
     found["compared"] = compared(found["cases"])
     arguments.out.write_text(json.dumps(found, indent=1))
     for name, row in found["compared"].items():

@@ -889,6 +889,12 @@ def parser_of(
     return parser
 
 
+def names_of(arguments: argparse.Namespace, suites: Mapping[str, list[str]]) -> list[str]:
+    """Of the cases that a command asks for."""
+    names: list[str] = suites[arguments.suite] if arguments.suite else arguments.cases
+    return names
+
+
 def measured(cases: Mapping[str, Case], arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the cases, print a line for each, and keep what came of them in the file that was asked for."""
     if any(case.model not in GPT_SHAPES for case in cases.values()):  # seconds, for each of the forks
@@ -922,8 +928,7 @@ def measured(cases: Mapping[str, Case], arguments: argparse.Namespace) -> dict[s
 
 def main() -> None:
     arguments = parser_of(__doc__ or "", CASES, SUITES, "defaults.json").parse_args()
-    names = SUITES[arguments.suite] if arguments.suite else arguments.cases
-    measured({name: CASES[name] for name in names}, arguments)
+    measured({name: CASES[name] for name in names_of(arguments, SUITES)}, arguments)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 import defaults
 import torch
-from defaults import CASES, GIB, SUITES, Seen, measured, parser_of
+from defaults import CASES, GIB, SUITES, Seen, limit_device, measured, names_of, parser_of
 
 _NUM_BEFORE = 9  # steps under the plan's own limit; the plan is final by then
 _NUM_EACH = 2
@@ -42,13 +42,12 @@ class SeenWithLess(Seen):
         self._most_bytes = self._most_bytes or stats["allocated_bytes.all.peak"]
         self.probe.append({"after": done, "limit": before, **{key: stats[key] for key in _KEYS}})
         if index < len(_BEYOND_GIB):
-            limit = int(self._most_bytes + _BEYOND_GIB[index] * GIB)
+            total = torch.cuda.get_device_properties(self.clock.device).total_memory
+            limit = min(total, int(self._most_bytes + _BEYOND_GIB[index] * GIB))
             self.probe[-1]["next_limit"] = limit
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            torch.cuda.set_per_process_memory_fraction(
-                min(1.0, limit / torch.cuda.get_device_properties(0).total_memory)
-            )
+            limit_device(replace(self.case, gpu_limit=limit), self.clock.device)
 
     def result(self, strategy: Any) -> dict[str, Any]:
         return super().result(strategy) | {"probe": self.probe}
@@ -56,10 +55,9 @@ class SeenWithLess(Seen):
 
 def main() -> None:
     arguments = parser_of(__doc__ or "", CASES, SUITES, "gaps.json").parse_args()
-    names = SUITES[arguments.suite] if arguments.suite else arguments.cases
     defaults.Seen = SeenWithLess  # type: ignore[assignment,misc]
     num_steps = _NUM_BEFORE + _NUM_EACH * len(_BEYOND_GIB) + 1
-    measured({name: replace(CASES[name], num_steps=num_steps) for name in names}, arguments)
+    measured({name: replace(CASES[name], num_steps=num_steps) for name in names_of(arguments, SUITES)}, arguments)
 
 
 if __name__ == "__main__":

@@ -374,7 +374,7 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run backward and reduce the gradients of all modules that have had a forward since their last step."""
-        runs = [run for run in self._runs if run.may_have_backward() or run.engine is module]
+        runs = [run for run in self._runs if run.engine is module or run.may_have_backward()]
         scalers = [optimizer for run in runs for optimizer in run.optimizers if optimizer.scaler.enabled]
         scales = {optimizer.loss_scale for optimizer in scalers}
         if len(scales) > 1:

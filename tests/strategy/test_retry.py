@@ -315,11 +315,11 @@ def test_a_plan_under_which_memory_runs_out_goes(monkeypatch: pytest.MonkeyPatch
     expected = fit(ElixirStrategy(**CHUNK), MeteredNet, train=_even_data)[2]
     meter = use_metered_device(monkeypatch, 180_000)
     with caplog.at_level(logging.INFO, "lightning_elixir"):
-        strategy = ElixirStrategy(**CHUNK, gpu_memory_limit=520_000)
+        strategy = ElixirStrategy(**CHUNK, gpu_memory_limit=500_000)
         _, _, run = fit(strategy, partial(MeteredNet, meter), train=_even_data)
     told = [record.getMessage() for record in caplog.records]
     assert any("everything on the GPU" in message for message in told)
-    assert 2 <= sum("ran out of memory" in message for message in told) <= 6
+    assert 2 <= sum("ran out of memory" in message for message in told) <= 5
     assert not strategy.plan.is_all_resident
     assert [x.item() for x in run.losses] == [x.item() for x in expected.losses]
     assert_same_state(run.state, expected.state)
