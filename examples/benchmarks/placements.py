@@ -38,6 +38,7 @@ from disturbance import HostUse, Pauses
 from torch import nn
 
 from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam, __version__, profile_hardware
+from lightning_elixir.core.threads import frequent_switches
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.hardware import HardwareSpec
@@ -458,6 +459,11 @@ def main() -> None:
     if arguments.simulate is not None:
         print_simulated(arguments.simulate)
         return
+    with frequent_switches():  # as fits have
+        run_all(arguments)
+
+
+def run_all(arguments: argparse.Namespace) -> None:
     begin_s = time.perf_counter()
     bench = Bench(arguments)
     print(f"{bench.num_parameters / 1e9:.3f}e9 parameters, built in {bench.seconds['build']:.0f} s", flush=True)
