@@ -926,3 +926,21 @@ def test_table_of_patterns(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split(" | ")[0] for line in lines[2:5]] == ["| sharding alone", "| tensor 2", "| expert 2"]
     assert lines[-1].startswith("Take ")
     assert all(" 0 s " not in line for line in lines[3:5])  # exchanges are seen
+
+
+def test_activations_beside_patterns(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a recomputed forward exchanges counts as it does where the model itself recomputes; nothing is taken where
+    nothing fits."""
+    shape = ["hidden_size=64", "num_hidden_layers=2", "num_attention_heads=4", "num_key_value_heads=2"]
+    model = ["plan", "--model", "llama", "--set", *shape, "vocab_size=512", "--batch-size", "2", "--seq-len", "32"]
+    spent = []
+    for how in (["--activations", "keep"], ["--activations", "recompute"]):
+        assert main([*model, *MEMORY, *how, "--gpus", "2", "--patterns"]) == 0
+        row = capsys.readouterr().out.splitlines()[3].split(" | ")
+        assert row[0] == "| tensor 2"
+        number, unit = row[2].split()
+        spent.append(float(number) * {"us": 1e-6, "ms": 1e-3}[unit])
+    assert 1.2 < spent[1] / spent[0] < 1.5
+    little = ["--gpu-memory", "1KiB", "--cpu-memory", "1KiB"]
+    assert main([*model, *little, "--gpus", "2", "--patterns"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "Nothing fits."

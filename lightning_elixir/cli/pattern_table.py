@@ -17,7 +17,7 @@ from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.units import format_bytes, format_seconds
 from lightning_elixir.plan.weighing import Exchanged, Way, advise, meshes_to_weigh, way_of, weigh
 
-_NOT_IN_TABLE = ("fits", "scaling", "module", "save_plan", "html", "json", "activations")
+_NOT_IN_TABLE = ("fits", "scaling", "module", "save_plan", "html", "json")
 
 
 def print_patterns(options: argparse.Namespace) -> int:
@@ -40,7 +40,7 @@ def print_patterns(options: argparse.Namespace) -> int:
     best, why = advise(ways)
     lines = ["| way | step | of it for exchanges | for a micro-batch | GPU | host |", f"{'| --- ' * 6}|"]
     lines += [_line(way) for way in ways]
-    sys.stdout.write("\n".join([*lines, "", f"Take {why}."]) + "\n")
+    sys.stdout.write("\n".join([*lines, "", f"Take {why}." if best else f"{why.capitalize()}."]) + "\n")
     return 0 if best is not None else 1
 
 

@@ -39,12 +39,14 @@ class PatternForward:
     objects apart one by one, and would compile each block anew.
 
     Args:
+        name: Of the module, from the root of the model.
         module: Whose.
         pattern: What computes in its place.
         peers: The ranks that share its work.
     """
 
-    def __init__(self, module: nn.Module, pattern: ParallelPattern, peers: Peers) -> None:
+    def __init__(self, name: str, module: nn.Module, pattern: ParallelPattern, peers: Peers) -> None:
+        self.name = name
         self.module = module
         self.pattern = pattern
         self.peers = peers
@@ -66,6 +68,10 @@ class PatternForward:
                 break
             args = (*args, kwargs[name])
             kwargs = {key: value for key, value in kwargs.items() if key != name}
+        # Of one in backward (activation checkpointing) nothing is told: fates have no part in it.
+        if self.peers.is_listened_to and torch._C._current_graph_task_id() == -1:
+            with self.peers.forward_of(self.name):
+                return self.pattern.forward(self.module, self.compute, self.peers, args, kwargs)
         return self.pattern.forward(self.module, self.compute, self.peers, args, kwargs)
 
 
@@ -113,8 +119,8 @@ def exchanges_of(model: nn.Module) -> Iterator[list[Exchanged]]:
     """What the patterns in a model exchange in steps without values inside."""
     found: list[Exchanged] = []
 
-    def hear(axis: str, kind: str, nbytes: int) -> None:
-        found.append(Exchanged(axis, kind, nbytes))
+    def hear(axis: str, kind: str, nbytes: int, forward_of: str) -> None:
+        found.append(Exchanged(axis, kind, nbytes, forward_of))
 
     every = [forward.peers for forward in pattern_forwards(model)]
     for peers in every:
@@ -170,7 +176,7 @@ def put_in(model: nn.Module, patterns: Patterns, mesh: Mesh, rank: int) -> None:
         if id(module) in done:
             continue
         done.add(id(module))
-        forward = PatternForward(module, pattern, peers[pattern.axis])
+        forward = PatternForward(name, module, pattern, peers[pattern.axis])
         for key, value in pattern.attributes(module, forward.peers).items():
             forward.replaced[key] = getattr(module, key)
             setattr(module, key, value)

@@ -9,7 +9,8 @@ what comes out has the right shapes, for the step that is foreseen.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -74,8 +75,8 @@ class Wire(Protocol):
         """As of `Comm`."""
 
 
-Heard = Callable[[str, str, int], None]
-"""Is told of an exchange of a step that is foreseen: axis, kind and bytes, as of `plan.weighing.Exchanged`."""
+Heard = Callable[[str, str, int, str], None]
+"""Is told of an exchange of a step that is foreseen: axis, kind, bytes and module, as of `plan.weighing.Exchanged`."""
 
 
 class Peers:
@@ -94,6 +95,7 @@ class Peers:
         self._wire: Wire | None = None
         self._group_name = ""
         self._heard: Heard | None = None
+        self._forward_of = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Peers:
         return self  # copies of a module talk to the same ranks
@@ -113,7 +115,20 @@ class Peers:
     def foresee(self, kind: str, nbytes: int) -> None:
         """Tell of an exchange in a step that is foreseen."""
         if self._heard is not None:
-            self._heard(self.axis, kind, nbytes)
+            self._heard(self.axis, kind, nbytes, self._forward_of)
+
+    @property
+    def is_listened_to(self) -> bool:
+        return self._heard is not None
+
+    @contextmanager
+    def forward_of(self, name: str) -> Iterator[None]:
+        """What is foreseen inside is told of as in the forward of this module."""
+        outer, self._forward_of = self._forward_of, name
+        try:
+            yield
+        finally:
+            self._forward_of = outer
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, the same bits on all of them; in memory of its own."""

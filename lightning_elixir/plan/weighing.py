@@ -65,6 +65,8 @@ class Exchanged:
     each."""
     nbytes: int
     """Of one rank's tensor; of "gather" what it gets."""
+    forward_of: str = ""
+    """Name of the module in whose forward it is, which may be recomputed; empty: it is in a backward."""
 
 
 def exchange_s(exchanges: Sequence[Exchanged], mesh: Mesh, hardware: HardwareSpec) -> float:
@@ -124,15 +126,18 @@ def way_of(
     Args:
         plan: The best one of it.
         step_s: Predicted seconds of its step; None: what a step does is not known.
-        exchanges: Of one forward and backward.
+        exchanges: Of one forward and backward in which the plan has nothing recomputed. Those of forwards that it has
+            recomputed come again: all, though torch may end without the last, which backward does not need.
         hardware: Figures to predict times with.
         num_backwards: Forwards and backwards in a step.
     """
     forecast = plan.forecast
+    recomputed = [block.name for block in plan.activations if block.fate.is_recomputed]
+    again = [one for one in exchanges if any(f"{one.forward_of}.".startswith(f"{name}.") for name in recomputed)]
     return Way(
         plan.mesh,
         step_s,
-        num_backwards * exchange_s(exchanges, plan.mesh, hardware),
+        num_backwards * exchange_s([*exchanges, *again], plan.mesh, hardware),
         0 if forecast is None else forecast.peak_gpu_bytes,
         0 if forecast is None else forecast.host_bytes,
         sharding=str(plan.notes.get(SHARDING_NOTE, "")),

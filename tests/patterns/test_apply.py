@@ -98,7 +98,7 @@ def test_foreseen_steps_count_the_rows_that_travel() -> None:
     profile = profile_memory(model, {"x": tokens, "at": chosen}, step)
     rows_bytes = 3 * tokens.nbytes
     assert profile.activation_bytes >= 2 * rows_bytes
-    assert told == [("expert", "rows", rows_bytes)] * 4
+    assert told == [("expert", "rows", rows_bytes, at) for at in ("experts", "experts", "", "")]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan.activations import Fate, ModelBlock
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
 from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
 from lightning_elixir.plan.links import Network, on_nodes, on_ranks
@@ -183,6 +184,20 @@ def test_a_step_has_several_micro_batches() -> None:
     way = way_of(plan, 4.0, [Exchanged("tensor", "sum", 2**20)], hardware, 2)
     assert way.exchange_s > 0
     assert way.batch_s == pytest.approx((4.0 + way.exchange_s) / 2 / 4)  # of four groups, two each
+
+
+def test_exchanges_of_recomputed_blocks_come_again() -> None:
+    """Those in the block's forward; not those of its backward, of the layer beside it, or of one with a longer name."""
+    hardware, plan = on_nodes(NODE, 2, Network(GB, 0.0)), planned(Mesh(8, tensor=2))
+    every = [Exchanged("tensor", "sum", 2**20, at) for at in ("layers.1.down", "layers.10.down", "head", "")]
+
+    def seconds(*fates: Fate) -> float:
+        blocks = tuple(ModelBlock(f"layers.{number}", fate) for number, fate in enumerate(fates))
+        return way_of(replace(plan, activations=blocks), 4.0, every, hardware, 1).exchange_s
+
+    kept = seconds(Fate.KEEP, Fate.OFFLOAD)
+    for fate in (Fate.RECOMPUTE, Fate.RECOMPUTE_OFFLOADED):
+        assert seconds(fate, fate) == pytest.approx(kept * 5 / 4)
 
 
 def test_sizes_that_may_be_chosen() -> None:
