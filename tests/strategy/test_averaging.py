@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from lightning_elixir import ElixirWeightAveraging
+from lightning_elixir import ElixirWeightAveraging, HybridAdam
 from lightning_elixir._lightning import pl
 from lightning_elixir.checkpoint.consolidate import consolidate
 from lightning_elixir.errors import PlanError
-from lightning_elixir.patterns import Column
+from lightning_elixir.patterns import Column, Row
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import crossed, full, telling
@@ -112,6 +114,65 @@ def test_lightnings_averages_of_parts_are_refused_before_the_model_is_built(call
         assert f"{callback} averages whole weights" in told
         assert "tensor_parallel_size=2 (patterns for 'net.0')" in told
         assert "ElixirWeightAveraging" in told
+
+
+class _Linear(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(8))
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.seen.append(batch.clone())
+        for up, down in zip(self.layers[::2], self.layers[1::2], strict=True):
+            batch = batch + down(up(batch).relu())
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return HybridAdam(self.parameters(), lr=1e-2, eps=1e-3)
+
+
+def _averaged_with_patterns(data: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """A fit by the sampler that Lightning makes: the batches that a rank has had, and the averages."""
+    patterns = {"layers.*[0246]": Column(), "layers.*[1357]": Row()}
+    strategy = ElixirStrategy(placement_policy="cpu", chunk_size="2KiB", tensor_parallel_size=2, patterns=patterns)
+    model = _Linear()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        max_epochs=1,
+        callbacks=[ElixirWeightAveraging(decay=0.5)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(data, batch_size=4))
+    return model.seen, {k: v.clone() for k, v in strategy.lightning_module_state_dict().items()}
+
+
+@pytest.mark.full  # four ranks
+def test_averages_of_parts_by_lightnings_own_sampler() -> None:
+    """Two pairs of ranks, which share layers and batches: all samples once, and the averages of plain weights."""
+    data = torch.randn(24, 16, generator=torch.Generator().manual_seed(0))
+    runs = run_ranks(_averaged_with_patterns, 4, data, init_group=False)
+    for first, second in ((0, 1), (2, 3)):
+        assert torch.equal(torch.cat(runs[first][0]), torch.cat(runs[second][0]))
+    steps = [torch.cat(both) for both in zip(runs[0][0], runs[2][0], strict=True)]
+    assert torch.equal(torch.cat(steps).sort(0).values, data.sort(0).values)
+    model = _Linear()
+    optimizer = model.configure_optimizers()
+    averages = [p.detach().clone() for p in model.parameters()]
+    for number, batch in enumerate(steps):
+        optimizer.zero_grad()
+        model.training_step(batch, number).backward()
+        optimizer.step()
+        for average, parameter in zip(averages, model.parameters(), strict=True):
+            average.copy_(parameter if number == 0 else (average + parameter.detach()) / 2)
+    for (name, found), average in zip(runs[0][1].items(), averages, strict=True):
+        torch.testing.assert_close(found, average, rtol=0, atol=1e-6, msg=name)
 
 
 def _on_rank(strategy: Any, kind: str) -> tuple[list[float], dict[str, Tensor]]:
