@@ -219,10 +219,14 @@ def test_weights_from_files(kind: str, tensor: int, expert: int, tmp_path: Path)
 # What is refused
 
 
-def test_ranks_of_a_tensor_parallel_group_get_the_same_data() -> None:
+def test_ranks_of_a_tensor_parallel_group_get_the_same_data(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = ElixirStrategy(tensor_parallel_size=2, patterns={"*": Column()})
     strategy.num_nodes, strategy.parallel_devices = 2, [torch.device("cpu")] * 4
-    assert strategy.distributed_sampler_kwargs["num_replicas"] == 4
+    found = []
+    for rank in range(8):
+        monkeypatch.setattr(ElixirStrategy, "global_rank", property(lambda _, rank=rank: rank))
+        found.append(strategy.distributed_sampler_kwargs)
+    assert found == [{"num_replicas": 4, "rank": rank} for rank in (0, 0, 1, 1, 2, 2, 3, 3)]
 
 
 @pytest.mark.parametrize(
