@@ -266,6 +266,7 @@ def change_limits(
 
     Raises:
         CapacityError: One of them has no such plan: on all ranks, and nothing has changed.
+        PlanError: Compiled modules of one cannot run under that plan; nothing has changed.
         PlanError, StateError, DivergenceError: As `agree_on_limits`.
     """
     limits = [agree_on_limits(model.engine, gpu, cpu, keep_host_memory=keep_host_memory) for model in models][0]
@@ -275,6 +276,7 @@ def change_limits(
         find = model.finder(limits, budget)
         plan = run_together(comm, find if comm.rank == 0 else lambda: None)
         found.append((budget, comm.exchange_objects(plan)[0]))
+        model.engine.forwards.check_addresses(found[-1][1])
     for model, (budget, plan) in zip(models, found, strict=True):
         kept_bytes = _room_beside(plan, budget, model.regime) if keep_host_memory else 0
         _move(model.engine, budget, model.regime, plan, kept_bytes)

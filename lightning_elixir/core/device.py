@@ -540,6 +540,11 @@ def runs_triton(device: torch.device) -> bool:
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def records_graphs(device: torch.device) -> bool:
+    """Whether code that is compiled with CUDA graphs runs as such there."""
+    return device.type == "cuda"
+
+
 def beside_dispatch_modes() -> AbstractContextManager[Any]:
     """Inside, the dispatch modes that are on do not see what is done: selective activation checkpointing and counters
     of operators are about the user's operators, and raise, or count, where ours come between. To be used with signals

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
 
 
+def is_watching(plan: Plan) -> bool:
+    """Whether a forward under a plan meets parameters that may not be there yet."""
+    return not plan.is_all_resident or (
+        plan.update_timing is not UpdateTiming.AFTER_BACKWARD
+        and any(c.requires_grad and c.optim_tier is not Tier.GPU for c in plan.chunks)
+    )
+
+
 class ActivePlan:
     """One plan's rCache, transfers and reductions, over the engine's chunks.
 
@@ -41,10 +49,7 @@ class ActivePlan:
         """Blocks of each chunk that comes and goes, by id."""
         self.needs_agreement = plan.mesh.copy_size > 1 and bool(self.cost)
         """Whether ranks gather chunks together while they compute."""
-        self.is_watching = bool(self.cost) or (
-            plan.update_timing is not UpdateTiming.AFTER_BACKWARD
-            and any(c.requires_grad and c.optim_tier is not Tier.GPU for c in plan.chunks)
-        )
+        self.is_watching = is_watching(plan)
         """Whether a forward meets parameters that may not be there yet."""
         self.agreement = Agreement(engine.comm, self, plan.mesh)
         on_nvme = (c.nbytes // plan.num_sharing(c) for c in plan.chunks if has_params_on_nvme(c))

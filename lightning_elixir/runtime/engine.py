@@ -432,7 +432,7 @@ class Engine:
             most_kept_bytes: How much of the host memory that chunks leave stays for the next move (`HostMemory.keep`).
 
         Raises:
-            PlanError: If the layout differs, or the ranks' plans do.
+            PlanError: If the layout differs, the ranks' plans do, or compiled modules cannot run under it.
             StateError: If there are gradients that no step has used yet.
             StorageError: If the disk has no room for the states that shall come there, beside those that are there.
         """
@@ -446,6 +446,7 @@ class Engine:
     def _replan(self, plan: Plan, most_kept_bytes: int) -> None:
         check_layout(self.plan, plan)
         check_same_on_all_ranks(self.comm, plan)
+        self.forwards.check_addresses(plan)
         for known in self.steps.optimizers:
             known.states.check_plan(plan)
         if self.reducer.used:

@@ -48,10 +48,11 @@ from lightning_elixir.core.compiled_modules import (
     methods_with_cuda_graphs,
     num_compiled_graphs,
 )
-from lightning_elixir.core.device import beside_dispatch_modes
+from lightning_elixir.core.device import beside_dispatch_modes, records_graphs
 from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.apply import check_compiled, uncompiled_modules
+from lightning_elixir.runtime.active_plan import is_watching
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.context_tensors import ContextTensors, modules_to_look_through
@@ -63,6 +64,7 @@ from lightning_elixir.runtime.transforms import check_untransformed
 from lightning_elixir.runtime.turns import Held
 
 if TYPE_CHECKING:
+    from lightning_elixir.plan.types import Plan
     from lightning_elixir.runtime.engine import Engine
 
 _FEW_CHUNKS = 4
@@ -519,11 +521,20 @@ class Forwards:
 
     # Which modules tell of their forwards
 
+    def check_addresses(self, plan: Plan) -> None:
+        """Look whether the code that is compiled can run under a plan, before chunks are where it wants them.
+
+        Raises:
+            PlanError: Parameters may not be there yet when a forward meets them, and compiled modules count on that.
+        """
+        if is_watching(plan) and records_graphs(self._engine.device.torch_device):
+            check_addresses(self._engine.module, compiled_regions(self._engine.module))
+
     def watch(self, hooks: Hooks) -> None:
         """Have modules tell of their forwards, as the plan in force needs it.
 
         Raises:
-            PlanError: For the first plan, if it moves chunks, and compiled modules count on parameters that stay.
+            PlanError: As `check_addresses`.
         """
         is_first, self._hooks = not self._accesses, hooks
         staying = frozenset(chunk.id for chunk in self._engine.plan.chunks if chunk.is_persistent)
@@ -541,8 +552,7 @@ class Forwards:
         keep_out(root, uncompiled_modules(root))
         check_compiled(root)
         regions = compiled_regions(root)
-        if engine.active.is_watching and engine.device.torch_device.type == "cuda":
-            check_addresses(root, regions)
+        self.check_addresses(engine.plan)
         self._compiled = frozenset(id(region.entrance) for region in regions)
         self._accesses, needs = _accesses_by_module(root, self._home, regions, self._looked_through, self._staying)
         self._recomputation = _Access((), needs, is_changing=True)
@@ -584,15 +594,16 @@ class Forwards:
 
 def check_addresses(root: nn.Module, regions: Sequence[CompiledRegion]) -> None:
     """Raises `PlanError` if compiled modules, or methods of modules, count on parameters that stay where they are.
-    (Under a later plan that moves them torch, which compares addresses, records such graphs anew, which is slow.)"""
+    (Torch compares addresses before each run, and would record a graph anew for each that has changed: no end.)"""
     names = {id(module): name for name, module in root.named_modules()}
     found = [names[id(r.entrance)] or type(r.entrance).__name__ for r in regions if r.has_cuda_graphs]
     found += methods_with_cuda_graphs(root, regions)
     if found:
         raise PlanError(
             f"{', '.join(found[:5])}: compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), which need"
-            " parameters that stay where they are, and under this plan they come and go. Compile with mode='default' or"
-            " 'max-autotune-no-cudagraphs', or have all of them stay (placement_policy='cuda', or more GPU memory)"
+            " parameters that stay where they are, and under this plan they come and go, or are updated on the host"
+            " beside training. Compile with mode='default' or 'max-autotune-no-cudagraphs', or have parameters and"
+            " optimizer states stay on the GPU (placement_policy='cuda', or more GPU memory)"
         )
 
 

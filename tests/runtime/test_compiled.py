@@ -21,6 +21,7 @@ from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.packing import PackedChunk
 from lightning_elixir.plan.profile import step_profile
 from lightning_elixir.plan.types import AccessTrace
+from lightning_elixir.runtime import forwards
 from lightning_elixir.runtime.forwards import check_addresses
 from lightning_elixir.runtime.phases import Phase
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -562,6 +563,27 @@ def test_cuda_graphs_are_refused_where_parameters_move() -> None:
     net.blocks[2] = torch.compile(net.blocks[2], mode="max-autotune")
     with pytest.raises(PlanError, match=r"^blocks\.1, blocks\.2: .*max-autotune-no-cudagraphs"):
         check(net)
+
+
+def test_a_later_plan_that_cuda_graphs_cannot_take_is_refused_before_anything_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forwards, "records_graphs", lambda device: True)  # a GPU's answer
+    plain, ours = Plain(Net()), Ours(Net(), "resident")
+    steps(plain, 2)
+    steps(ours, 2)
+    ours.model.blocks[1].compile(mode="reduce-overhead")
+    tight = make_plan(ours.model, **PLACEMENTS["tight"])
+    with pytest.raises(PlanError, match=r"^blocks\.1: compiled with CUDA graphs"):
+        ours.module.replan(tight)
+    with pytest.raises(PlanError, match=r"^blocks\.1: compiled with CUDA graphs"):
+        ours.module.set_memory_limit(gpu="80KiB")
+    by_call(plain.model)
+    by_call(ours.model)
+    assert_equal(steps(ours), steps(plain))
+    assert ours.module.plan.is_all_resident
+    ours.module.replan(tight)
+    assert_equal(steps(ours), steps(plain))
 
 
 def test_cuda_graphs_of_methods_are_refused_where_parameters_move() -> None:
