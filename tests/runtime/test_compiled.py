@@ -249,7 +249,7 @@ def assert_equal(actual: Trained, expected: Trained) -> None:
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of looks without gradients
 @crossed(
-    told=["by_class-tight-reentrant"],
+    told=["by_class-tight-reentrant", "by_module-tight-around", "by_call-resident-inside"],
     form=FORMS,
     placement=PLACEMENTS,
     checkpointing=["no", "around", "inside", "reentrant"],
