@@ -190,8 +190,9 @@ class Activations:
 
     def _is_left_to_the_user(self) -> bool:
         """Whether the user's own hooks or checkpoint around a block are all that a plan gives way to now."""
-        in_forward = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-        return in_forward and not self._saved.is_alone()
+        # A reentrant checkpoint runs its forward without gradients; that it is one shows in backward.
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        return torch.is_grad_enabled() and (is_in_backward or not self._saved.is_alone())
 
     def _applies(self) -> bool:
         """Whether a call that begins now is one that the plan speaks of."""

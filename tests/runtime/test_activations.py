@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.errors import PlanError
@@ -20,7 +21,6 @@ from lightning_elixir.runtime import offloading
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.activations import FATES, PLACEMENTS, ROWS, WIDTH, Block, Pair, Stack, planned
 from tests.helpers.dist import run_ranks
-from tests.helpers.once import computed_once
 from tests.helpers.plans import make_plan
 from tests.helpers.seeds import seed_torch
 from tests.helpers.tiers import crossed, telling
@@ -178,8 +178,8 @@ def test_a_large_buffer_that_would_be_written_twice_is_refused() -> None:
         module(torch.randn(4, 16))
 
 
-@crossed(how=["inside", "around", "hooks", "reentrant"], fate=FATES[1:], together=1)
-def test_the_users_own_checkpoints_and_hooks_win(fate: str, how: str) -> None:
+@crossed(how=["inside", "around", "hooks", "hooks_around", "reentrant"], fate=FATES[1:], together=1)
+def test_the_users_own_checkpoints_and_hooks_win(fate: str, how: str, caplog: pytest.LogCaptureFixture) -> None:
     seen: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -197,12 +197,13 @@ def test_the_users_own_checkpoints_and_hooks_win(fate: str, how: str) -> None:
     class Outer(Stack):
         def forward(self, x: Tensor) -> Tensor:
             x = self.inp(x)
+            hooks = torch.autograd.graph.save_on_cpu() if how == "hooks_around" else nullcontext()
             for block in self.blocks:
-                x = (
-                    checkpoint(block, x, use_reentrant=how == "reentrant")
-                    if how in ("around", "reentrant")
-                    else block(x)
-                )
+                if how in ("around", "reentrant"):
+                    x = checkpoint(block, x, use_reentrant=how == "reentrant")
+                else:
+                    with hooks:
+                        x = block(x)
             return self.out(x)
 
     seed_torch(0)
@@ -212,8 +213,10 @@ def test_the_users_own_checkpoints_and_hooks_win(fate: str, how: str) -> None:
         pair.step(seed)
     pair.check()
     stats = pair.module.stats()
-    if how in ("around", "reentrant"):
+    is_around = how in ("around", "hooks_around", "reentrant")
+    if is_around:
         assert stats.recomputed_blocks == stats.activations_out_bytes == 0
+    assert ("Inner runs under a checkpoint, or under hooks" in caplog.text) == is_around
     if how == "hooks":
         assert seen  # the user's got them, in forward or in the recomputation
 
@@ -445,7 +448,7 @@ def test_writes_to_what_was_saved_are_an_error() -> None:
 
 
 class _Odd(nn.Module):
-    """Saves what must stay: a sparse tensor, a subclass, a conjugate view, an integer, what a Function keeps."""
+    """Saves what must stay: a sparse tensor, a subclass, a conjugate view, what a Function keeps; and integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,14 +466,15 @@ class _Odd(nn.Module):
 class _Cube(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, TwoTensor(x.detach(), x.detach()))
         ctx.twice = x * 2
         return x**3
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * 1.5 * ctx.twice * x
+        x, pair = ctx.saved_tensors
+        assert isinstance(pair, TwoTensor)
+        return grad * 1.5 * ctx.twice * (x + pair.b) * 0.5
 
 
 @pytest.mark.parametrize("fate", FATES[1:])
@@ -758,36 +762,45 @@ def test_blocks_are_found_and_named() -> None:
     ]
 
 
-def _on_ranks(fate: str, is_one_by_one: bool = False) -> dict[str, Tensor]:
-    seed_torch(0)
-    model = Stack()
-    module = ElixirModule(model, planned(model, fate, world_size=2))
-    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.05))
-    for seed in range(2):
-        seed_torch(seed)
-        x = torch.randn(ROWS, 16)
-        optimizer.backward((_one_by_one(module, x) if is_one_by_one else module(x)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    stats = module.stats()
-    assert stats.evictions > 0
-    assert (stats.recomputed_blocks, stats.activations_out_bytes) != (0, 0) or fate == "keep"
-    return module.full_state_dict(rank0_only=False)
+SCHEMES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"dtype": torch.bfloat16, "master_weights": True},
+    "bf16_autocast": {"dtype": torch.bfloat16, "master_weights": True, "autocast": True},
+}
 
 
-@computed_once
-def _kept_on_ranks() -> dict[str, Tensor]:
-    state: dict[str, Tensor] = run_ranks(_on_ranks, 2, "keep")[0]
-    return state
+def _different_on_ranks(placement: str, scheme: str, is_one_by_one: bool = False) -> list[tuple[str, str]]:
+    """Fates, and names of what is not as if everything were kept; each rank has batches of its own."""
+    how, rank = SCHEMES[scheme], torch.distributed.get_rank()
+    options = {"compute_dtype": how.get("dtype", torch.float32), "master_weights": how.get("master_weights", False)}
+    states: dict[str, dict[str, Tensor]] = {}
+    for fate in FATES:
+        seed_torch(0)
+        model = Stack()
+        plan = planned(model, fate, world_size=2, **PLACEMENTS[placement], **options)
+        module = ElixirModule(model, plan, **how)
+        optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.05))
+        for step in range(2):
+            seed_torch(2 * step + rank)
+            for part in torch.randn(4 * ROWS, 16).chunk(2):
+                output = _one_by_one(module, part) if is_one_by_one else module(part)
+                optimizer.backward(output.float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = module.stats()
+        assert (stats.evictions > 0) == (placement == "tight")
+        assert (stats.recomputed_blocks > 0) == Fate(fate).is_recomputed
+        assert (stats.activations_in_bytes > 0) == Fate(fate).is_offloaded
+        states[fate] = copy.deepcopy(dict(module.full_state_dict(rank0_only=False)))
+        module.close()
+    kept = states.pop("keep")
+    return [(fate, name) for fate, state in states.items() for name in kept if not torch.equal(state[name], kept[name])]
 
 
-@pytest.mark.parametrize("fate", telling(["recompute", "offload"], "offload"))
-def test_two_ranks(fate: str) -> None:
-    found = run_ranks(_on_ranks, 2, fate)[0]
-    assert all(torch.equal(found[name], value) for name, value in _kept_on_ranks().items())
+@crossed(told=["tight-bf16", "resident-fp32"], placement=PLACEMENTS, scheme=SCHEMES)
+def test_two_ranks(placement: str, scheme: str) -> None:
+    assert run_ranks(_different_on_ranks, 2, placement, scheme) == [[], []]
 
 
-@pytest.mark.parametrize("fate", telling(FATES[1:], "recompute_offloaded"))
-def test_blocks_that_two_ranks_call_one_by_one(fate: str) -> None:
-    found = run_ranks(_on_ranks, 2, fate, True)[0]
-    assert all(torch.equal(found[name], value) for name, value in _kept_on_ranks().items())
+def test_blocks_that_two_ranks_call_one_by_one() -> None:
+    assert run_ranks(_different_on_ranks, 2, "tight", "fp32", True) == [[], []]
