@@ -91,14 +91,20 @@ SUITES = {
 }
 
 
+def _step_of(result: Mapping[str, Any]) -> list[Any]:
+    """What a step trains, and on how much."""
+    return [result["case"].get(key) for key in ("model", "lora", "batch", "seq", "accumulate")]
+
+
 def compared(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What the results say beside each other: of each case that trained, its step over that of the best by hand,
-    and measured figures over predicted ones."""
+    """What the results say beside each other: of each case that trained, its step over that of the best by hand of the
+    same model and tokens, and measured figures over predicted ones."""
     trained = {name: one for name, one in results.items() if one.get("outcome") == "trained"}
-    by_hand = {name: one for name, one in trained.items() if one["case"]["activations"] is None}
-    best = min(by_hand.values(), key=lambda one: one["step_s"], default=None)
+    by_hand = [one for one in trained.values() if one["case"]["activations"] is None]
     found: dict[str, dict[str, Any]] = {}
     for name, one in trained.items():
+        of_the_same_step = [other for other in by_hand if _step_of(other) == _step_of(one)]
+        best = min(of_the_same_step, key=lambda other: other["step_s"], default=None)
         row: dict[str, Any] = {"step_s": one["step_s"], "predicted_s": one.get("predicted_s")}
         for key in ("gpu_peak_bytes", "predicted_allocated_bytes"):  # both without what the allocator cannot use
             row[key.replace("bytes", "gib")] = one[key] / GIB if one.get(key) else None
