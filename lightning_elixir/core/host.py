@@ -15,6 +15,13 @@ import psutil
 _NO_LIMIT_BYTES = 2**60
 # Linux describes each page of 4096 bytes in 64, so it takes that part of all memory itself.
 _KERNELS_PART = 64
+# Devices by which the host of a virtual machine gives it memory: Linux's drivers for KVM, Hyper-V and Xen.
+_GIVING_MEMORY = (
+    "sys/bus/virtio/drivers/virtio_mem/virtio*",
+    "sys/bus/virtio/drivers/virtio_balloon/virtio*",
+    "sys/bus/vmbus/drivers/hv_balloon/*-*",
+    "sys/devices/system/xen_memory/xen_memory*",
+)
 
 
 def cpu_model(root: Path = Path("/")) -> str:
@@ -72,27 +79,24 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     (v1 or v2) that it runs in.
 
     Memory of virtual machines may grow on demand: there a control group's limit is larger than the system's total,
-    which is small until it is used. Then the limit counts, less what the kernel's own table of pages takes of it. On
-    other machines no limit counts for more than the total.
+    which is small until it is used. Then the limit counts, less what the kernel's own table of pages takes of it. Where
+    no device could give the system more, no limit counts for more than the total: containers are often given limits
+    that are larger than their machine.
 
     Args:
         root: Where `/proc` and `/sys` are looked for.
     """
     memory = psutil.virtual_memory()
     limits = _cgroup_limits(root)
-    may_grow = any(limit > memory.total for limit, _ in limits) and _is_virtual(root)
+    may_grow = any(limit > memory.total for limit, _ in limits) and _can_be_given_memory(root)
     free = [max(0, (limit - limit // _KERNELS_PART if may_grow else limit) - usage) for limit, usage in limits]
     return min(free) if may_grow else min([int(memory.available), *free])
 
 
 @cache
-def _is_virtual(root: Path) -> bool:
-    """Whether the system runs under a hypervisor, which alone can give it more memory. Looked for once: the file is
-    made anew each time, with the speed of every core."""
-    try:
-        return " hypervisor" in (root / "proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
+def _can_be_given_memory(root: Path) -> bool:
+    """Whether the system has a device by which its host gives it more memory."""
+    return any(True for pattern in _GIVING_MEMORY for _ in root.glob(pattern))
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:

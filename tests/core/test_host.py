@@ -100,16 +100,21 @@ def test_the_system_counts_where_it_has_less_than_the_group_may_take(tmp_path: P
     assert available_host_bytes(tmp_path) == 20 * GIB
 
 
-def test_memory_that_grows_on_demand_is_sized_by_the_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "device",
+    ["sys/bus/virtio/drivers/virtio_mem/virtio4/vendor", "sys/bus/virtio/drivers/virtio_balloon/virtio0/vendor"],
+)
+def test_memory_that_grows_on_demand_is_sized_by_the_group(tmp_path: Path, device: str) -> None:
     files: dict[str, object] = {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": 128 * GIB}
-    write(tmp_path, {**files, "sys/fs/cgroup/memory.current": 3 * GIB})
-    write(tmp_path, {"proc/cpuinfo": "flags\t\t: fpu vme hypervisor lahf_lm"})
+    write(tmp_path, {**files, "sys/fs/cgroup/memory.current": 3 * GIB, device: "0x1af4"})
     assert available_host_bytes(tmp_path) == (128 - 2 - 3) * GIB  # the kernel has two for its table of pages
 
 
-def test_a_group_larger_than_a_real_machine_adds_nothing(tmp_path: Path) -> None:
+def test_a_group_larger_than_a_machine_that_cannot_grow_adds_nothing(tmp_path: Path) -> None:
+    """Virtual or not, and with the drivers alone."""
     files: dict[str, object] = {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": 128 * GIB}
-    write(tmp_path, {**files, "sys/fs/cgroup/memory.current": 3 * GIB, "proc/cpuinfo": "flags\t\t: fpu vme"})
+    write(tmp_path, {**files, "sys/fs/cgroup/memory.current": 3 * GIB, "proc/cpuinfo": "flags\t\t: hypervisor"})
+    write(tmp_path, {"sys/bus/virtio/drivers/virtio_mem/bind": ""})
     assert available_host_bytes(tmp_path) == 20 * GIB
 
 
