@@ -459,24 +459,16 @@ struct Job {
   const int64_t* spans;        // start and numel of each part
   const int64_t* first_piece;  // of each part, and the number of pieces
   int64_t num_parts;
-  int most_at_work;  // threads, of all jobs together, beyond which no helper works on this one
   std::atomic<int64_t> next_piece;
   int wanted;   // threads that may still join
   int helpers;  // threads that have joined and not left
   Job* link;
 };
 
-bool has_pieces(const Job& job) {
-  return job.next_piece.load(std::memory_order_relaxed) < job.first_piece[job.num_parts];
-}
-
-// Until no piece is left, or as many threads are at work that a helper has to leave; `at_work` is null for the caller,
-// which stays.
-void run_pieces(Job& job, const std::atomic<int>* at_work) {
+void run_pieces(Job& job) {
   const DefaultArithmetic arithmetic;
   const int64_t num_pieces = job.first_piece[job.num_parts];
   for (;;) {
-    if (at_work && at_work->load(std::memory_order_relaxed) > job.most_at_work) return;
     const int64_t piece = job.next_piece.fetch_add(1, std::memory_order_relaxed);
     if (piece >= num_pieces) return;
     int64_t low = 0, high = job.num_parts;  // the last part that starts at this piece or before
@@ -495,20 +487,17 @@ void run_pieces(Job& job, const std::atomic<int>* at_work) {
 
 // Threads that wait for work. Several callers may be served at once; each works on its own job itself, so that it
 // ends even if no thread can be had. Never destroyed: its threads end with the process. A thread takes the arithmetic
-// of a job up at any moment before the last piece is taken, and none is waited for that has not. Threads that are at
-// work are counted over all jobs: two updates at once leave as many processors to others as one does. Where they did
-// not, the thread that launches a backward waited for a processor in the middle of layers, several ms each time.
+// of a job up at any moment before the last piece is taken, and none is waited for that has not.
 struct Pool {
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
   pthread_cond_t has_work = PTHREAD_COND_INITIALIZER;
   pthread_cond_t is_done = PTHREAD_COND_INITIALIZER;
   Job* first = nullptr;
   int num_threads = 0;
-  std::atomic<int> at_work{0};  // callers and helpers; written with the mutex held
 
   Job* joinable() const {
     Job* job = first;
-    while (job && !(job->wanted && at_work < job->most_at_work && has_pieces(*job))) job = job->link;
+    while (job && !job->wanted) job = job->link;
     return job;
   }
 
@@ -522,12 +511,9 @@ struct Pool {
       }
       --job->wanted;
       ++job->helpers;
-      ++at_work;
       pthread_mutex_unlock(&mutex);
-      run_pieces(*job, &at_work);
+      run_pieces(*job);
       pthread_mutex_lock(&mutex);
-      --at_work;
-      ++job->wanted;
       if (--job->helpers == 0) pthread_cond_broadcast(&is_done);
     }
   }
@@ -558,19 +544,16 @@ struct Pool {
     job.wanted = helpers;
     pthread_mutex_lock(&mutex);
     grow_to(helpers);
-    ++at_work;
     job.link = first;
     first = &job;
     pthread_cond_broadcast(&has_work);
     pthread_mutex_unlock(&mutex);
-    run_pieces(job, nullptr);
+    run_pieces(job);
     pthread_mutex_lock(&mutex);
-    --at_work;
     Job** place = &first;
     while (*place != &job) place = &(*place)->link;
     *place = job.link;
     while (job.helpers) pthread_cond_wait(&is_done, &mutex);
-    if (joinable()) pthread_cond_broadcast(&has_work);
     pthread_mutex_unlock(&mutex);
   }
 };
@@ -607,10 +590,10 @@ int run_parts(Range range, const Tensor* tensors, int64_t num_parts, const int64
   int64_t helpers = (num_threads < kMaxThreads ? num_threads : kMaxThreads) - 1;
   if (helpers > num_pieces - 1) helpers = num_pieces - 1;
   Job job = {range,       tensors,   static_cast<const char*>(settings), settings_bytes, spans,
-             first_piece, num_parts, num_threads,                        {0},            0, 0, nullptr};
+             first_piece, num_parts, {0},                                0,              0, nullptr};
   Pool* threads = helpers > 0 ? pool() : nullptr;
   if (threads) threads->run(job, int(helpers));
-  else run_pieces(job, nullptr);
+  else run_pieces(job);
   free(first_piece);
   return 0;
 }

@@ -10,7 +10,6 @@ import time
 import warnings
 from dataclasses import replace
 from itertools import pairwise, product
-from pathlib import Path
 
 import pytest
 import torch
@@ -270,40 +269,6 @@ def test_several_python_threads_at_once(kernel: Kernel) -> None:
         for _ in range(10):
             by_sequence(expected, table, None)
         assert_same(operands, expected)
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the system does not tell what threads do")
-def test_two_updates_at_once_use_no_more_threads_than_one(kernel: Kernel) -> None:
-    table: Table = [(0, 2**18, SCALARS["adamw"])] * 200  # longer by far than what a thread does between two of them
-    ours = [random_operands(2**18, torch.float32, torch.float32, torch.float32, seed) for seed in range(2)]
-
-    def helpers_s() -> float:
-        """What helpers have computed so far."""
-        tasks = Path("/proc/self/task").iterdir()
-        found = [task for task in tasks if (task / "comm").read_text().strip() == "elixir_update"]
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in found) * 1e-9
-
-    kernel.update([*ours[0], None], table[:2], 2)
-    before_s = helpers_s()
-    kernel.update([*ours[0], None], table, 2)
-    alone_s = helpers_s() - before_s
-    barrier, took = threading.Barrier(2), []
-
-    def work(operands: list[Tensor]) -> None:
-        barrier.wait()
-        start_s = time.perf_counter()
-        kernel.update([*operands, None], table, 2)
-        took.append(time.perf_counter() - start_s)
-
-    before_s = helpers_s()
-    threads = [threading.Thread(target=work, args=(operands,)) for operands in ours]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    alone_at_the_end_s = max(took) - min(took)  # where the one that is left has a helper again
-    assert alone_s > 0
-    assert helpers_s() - before_s < 0.3 * alone_s + 1.2 * alone_at_the_end_s
 
 
 def test_interpreter_goes_on_meanwhile(kernel: Kernel) -> None:
