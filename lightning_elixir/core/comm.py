@@ -2,7 +2,8 @@
 
 [Note: three groups] They have the same ranks. *data*: all-gathers of shards, issued only at points where all ranks have
 agreed on them. *reduce*: reduce-scatters of gradients, issued in the plan's order, never waited for by the host before
-the end of backward. *control*: small messages between hosts (gloo). A host may block on control and, on gloo, on data,
+the end of backward. *control*: small messages between hosts (gloo; integers between ranks of one host go by
+memory that these share: [Note: messages of one host]). A host may block on control and, on gloo, on data,
 and all ranks are then at the same point; no host ever blocks on a reduction while a peer may need data.
 
 [Note: in step] Whatever ranks tell each other over the control group begins with the call that it belongs to, so that
@@ -57,6 +58,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_elixir.core.peers import Process, Roster, Watch
+from lightning_elixir.core.shared_messages import Message, SharedMessages, open_shared_messages
 from lightning_elixir.core.storages import storage_use_count
 from lightning_elixir.core.waits import (
     MORE_BATCHES,
@@ -393,6 +395,7 @@ class GroupComm:
     def _reset(self) -> None:
         self._lock = threading.RLock()
         self._watch: Watch | None = None
+        self._messages: SharedMessages | None = None
         self._loss: PeerLostError | None = None
         self._reductions: weakref.WeakSet[_MeanOfSlices] = weakref.WeakSet()
         self._place = Place("", self._ranks)
@@ -428,6 +431,9 @@ class GroupComm:
         self._roster.numbers, self._roster.lost = self._ranks, self._line.lost
         if not self._is_apart and self.world_size == dist.get_world_size():
             self._line.tie(names[0], tied, processes, self._exchange_values)
+        if not self._is_apart:
+            timeout = _timeout_of(self._control, torch.device("cpu"))
+            self._messages = open_shared_messages(self.rank, processes, timeout, self._exchange_values)
         # What other threads wait for is of no concern to the line of the program.
         self._place = Place(self._roster.name, self._ranks, self._roster)
         if self._backend != "gloo" and not self._is_apart:
@@ -543,6 +549,10 @@ class GroupComm:
         return [row[_HEADER_NUMEL : _HEADER_NUMEL + row[1]] for row in rows]
 
     def _gather_rows(self, values: list[int], numel: int) -> list[list[int]]:
+        if self._messages is not None and numel <= self._messages.room:
+            message = self._messages.send(values)
+            self._on_control(lambda: message)
+            return message.rows(numel)
         mine = torch.frombuffer(array("q", values + [0] * (numel - len(values))), dtype=torch.int64)
         rows = torch.empty(self.world_size * numel, dtype=torch.int64)
         self._on_control(lambda: _all_gather(rows, mine, group=self._control, async_op=True))
@@ -608,7 +618,11 @@ class GroupComm:
         self.finish(issue(), self._control, first)
 
     def finish(
-        self, work: dist.Work, group: dist.ProcessGroup, first: int | None = None, number: int | None = None
+        self,
+        work: dist.Work | Message,
+        group: dist.ProcessGroup,
+        first: int | None = None,
+        number: int | None = None,
     ) -> None:
         """Wait for a collective: in slices, where it is the host that waits.
 
@@ -621,7 +635,8 @@ class GroupComm:
             CollectiveFailed: A peer has left, or its process has ended.
         """
         place = self._place
-        if self._is_apart or not place.name or (group is self._reduce and self._backend != "gloo"):
+        is_unseen = self._is_apart or not place.name or (group is self._reduce and self._backend != "gloo")
+        if is_unseen and isinstance(work, dist.Work):
             work.wait()
             return
         needs = place.ranks if first is None or place.ranks[self.rank] == first else (first,)
@@ -631,7 +646,7 @@ class GroupComm:
             while not _is_over_within(work, _SLICE):
                 wait.check()
         except BaseException as error:
-            if not work.is_completed():  # it may never be
+            if isinstance(work, dist.Work) and not work.is_completed():  # it may never be
                 _leave_open(group, work)
             self._explain(wait, error)
             raise
@@ -799,6 +814,8 @@ class GroupComm:
         """Close the groups, so that no peer waits for this rank any more."""
         if self._watch is not None:
             self._watch.stop()
+        if self._messages is not None:
+            self._messages.leave()
         if not dist.is_initialized():
             return
         if self._backend != "gloo":
@@ -848,6 +865,8 @@ class GroupComm:
         if self._loss is not None or self._is_apart or not dist.is_initialized():
             return
         self._roster.tell_closed(self._place.count)
+        if self._messages is not None:
+            self._messages.leave()
         for group in self._own_groups():
             _destroy(group)
 
@@ -871,12 +890,14 @@ def _lose(comm: weakref.ref[GroupComm]) -> None:
         found._lost(RuntimeError("a peer has gone while this rank waited in its device"))
 
 
-def _is_over_within(work: dist.Work, longest: timedelta | None) -> bool:
-    """Wait for a collective of gloo's; None: which is over.
+def _is_over_within(work: dist.Work | Message, longest: timedelta | None) -> bool:
+    """Wait for a collective of gloo's, or a message; None: for a collective that is over.
 
     Raises:
         CollectiveFailed: It has failed.
     """
+    if isinstance(work, Message):
+        return work.is_over_within(longest or timedelta())
     try:
         if longest is None:
             work.wait()

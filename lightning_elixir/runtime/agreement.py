@@ -12,8 +12,8 @@ the host in its next memory allocation (seen with two GPUs and a model that bran
 sequence of meeting points: that is found out at once, on every rank, and is a `DivergenceError`. So every call that
 takes all ranks begins with a meeting of its own, and what it sends besides comes after that.
 
-So no order of collectives need be recorded, and a rank that leaves it is no error. The price is one small gloo message
-for each miss. Hosts meet, streams do not: on a GPU the host runs ahead of the device, and several chunks are prefetched
+So no order of collectives need be recorded, and a rank that leaves it is no error. The price is one small message for
+each miss ([Note: messages of one host], `core/shared_messages.py`). Hosts meet, streams do not: on a GPU the host runs ahead of the device, and several chunks are prefetched
 for each message. Running statistics (BatchNorm) are rank 0's, as in DDP: shared before the next forward after one with
 gradients. A replica of which any rank keeps an alias stays over the step, and is refilled by all ranks.
 
