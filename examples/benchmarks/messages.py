@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -94,7 +95,7 @@ def main() -> None:
             rows.append(measure(arguments.ranks, num_busy, is_shared, arguments.count))
             print(", ".join(f"{k} {v:.0f}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()))
     found = {
-        "command": f"examples/benchmarks/messages.py --ranks {arguments.ranks} --busy {' '.join(map(str, arguments.busy))}",
+        "command": sys.argv,
         "torch": torch.__version__,
         "machine": f"{num_usable_cores()} cores of {cpu_model()}, {platform.system()}",
         "rows": rows,
