@@ -149,7 +149,7 @@ def _times(found: Found) -> Table:
         ("forward and backward", times.compute_s),
         ("waiting for updates", times.update_waiting_s),
         ("waiting for chunks or gradient blocks", times.chunk_waiting_s),
-        ("update, before the next forward", times.step_s),
+        ("between backward and the next forward", times.step_s),
     )
     for what, seconds in parts:
         table.add_row(what, format_seconds(seconds), f"{seconds / found.step_s:.0%}" if found.step_s else "")

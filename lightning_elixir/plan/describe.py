@@ -57,7 +57,7 @@ def describe_fetching(blocks: int, depth: int) -> str:
 def describe_spending(times: StepTimes) -> str:
     """What most of a predicted step goes to, beside computing."""
     costs = {
-        "updates take": times.step_s + times.update_waiting_s,
+        "updates, and the program between steps, take": times.step_s + times.update_waiting_s,
         "waiting for chunks and gradients takes": times.chunk_waiting_s,
     }
     dearest = max(costs, key=lambda name: costs[name])

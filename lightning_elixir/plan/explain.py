@@ -23,7 +23,7 @@ MARGIN_TEXT = "left to the allocator and to larger batches"
 _PARTS = (
     ("compute_s", "computing in forward and backward"),
     ("waiting_s", "waiting for chunks, their updates and gradient blocks, not hidden"),
-    ("step_s", "the update, between backward and the next forward"),
+    ("step_s", "between backward and the next forward: updates on the device, the program"),
     ("update_waiting_s", "of the waiting: for updates that are not done yet"),
     ("adam_s", "updates, wherever they run, added up"),
     ("nvme_s", "the disk reads and writes states"),

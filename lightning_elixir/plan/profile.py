@@ -235,6 +235,8 @@ class StepProfile:
     """Host memory that activations take; None: not known."""
     margin: Margin = Margin()
     """What the intervals' bytes have in them beside those of tensors."""
+    program_s: float = 0.0
+    """Seconds between backward and the next forward, beside updates there: the device waits for the program."""
 
     @property
     def peak_non_model_bytes(self) -> int:

@@ -174,7 +174,8 @@ class StepTimes:
     """Forward and backward stand still because a chunk is not there or not updated yet, or a gradient block is not
     free."""
     step_s: float
-    """From the end of backward until the next forward may begin. Updates that run behind that are not part of it."""
+    """From the end of backward until the next forward begins: updates on the device, and, with what needs all gradients
+    (a norm, a loss scale), the program, as far as that was seen in steps. Updates that run behind that are no part."""
     update_waiting_s: float = 0.0
     """The part of `waiting_s` that is for updates which are not done yet."""
     nvme_s: float = 0.0

@@ -133,7 +133,7 @@ def step_table(times: StepTimes) -> Markup:
         ("forward and backward", "blue", times.compute_s),
         ("waiting for updates", "yellow", times.update_waiting_s),
         ("waiting for chunks or gradient blocks", "red", times.chunk_waiting_s),
-        ("update, before the next forward", "purple", times.step_s),
+        ("between backward and the next forward", "purple", times.step_s),
     )
     rows: list[Row] = [
         (element("span", swatch(colour), text, class_="key"), format_seconds(s), _percent(s, times.total_s))

@@ -681,6 +681,11 @@ class Engine:
         profile = self.iterations.sampler.profile()
         return None if profile is None else profile.of_first_chunks(len(self.plan.chunks))
 
+    @property
+    def seconds_between(self) -> float | None:
+        """See `StepSampler.seconds_between`."""
+        return self.iterations.sampler.seconds_between()
+
     def home_of(self, tensor: Tensor) -> tuple[Chunk, int] | None:
         """The chunk and member index of a managed parameter; None for any other tensor."""
         return self._home.get(id(tensor))

@@ -83,6 +83,7 @@ class Iterations:
         self.has_backward = False
         misses = self._rcache.counters.misses_of_trace
         if not is_training:
+            self.sampler.note_evaluation()
             self._rcache.begin(self.traces.begin("eval", misses))
         else:
             has_memory = self.sampler.has_memory or self.growth.wants_sample

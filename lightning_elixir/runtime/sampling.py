@@ -41,7 +41,8 @@ class _Clock:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._index = 0
-        self._started: Mark | None = device.mark()
+        self.begin = device.mark()
+        self._started: Mark | None = self.begin
         self._stopped: Mark | None = None
         self._noted: Mark | None = None
         self._runs: list[tuple[int, Mark, Mark]] = []
@@ -82,11 +83,12 @@ class _Clock:
         if self._started is None:
             self._started, self._stopped = self._device.mark(), None
 
-    def settle(self) -> None:
-        """The step is over. If nothing has closed it, it ended at the last note."""
+    def settle(self) -> Mark | None:
+        """The step is over. If nothing has closed it, it ended at the last note. Returns its end."""
         if self._started is not None and self._noted is not None:
             self._runs.append((self._index, self._started, self._noted))
         self._started = self._stopped = None
+        return self._runs[-1][2] if self._runs else None
 
     def read(self) -> tuple[list[float], float]:
         """Seconds of compute by interval, and of waiting in all."""
@@ -154,6 +156,9 @@ class StepSampler:
         self._last_timed: _Sample | None = None
         self._before_last = StepSeconds(0.0, 0.0)  # of all that were timed before that one
         self._last_with_memory: _Sample | None = None
+        self._last_end: Mark | None = None  # of the last iteration, if that was timed
+        self._since: Mark | None = None  # the same, if a step has come after it, and nothing else
+        self._between: tuple[Mark, Mark] | None = None
 
     def watch(self, *, memory: bool | None = None, times: bool | None = None) -> None:
         """Turn on or off what is looked at; None: as it is."""
@@ -183,6 +188,8 @@ class StepSampler:
             self.restart_peak()
         if self.has_times:
             self._grads, self._arrivals, self._clock = [[]], [[]], _Clock(self._device)
+            self._between = None if self._since is None else (self._since, self._clock.begin)
+        self._since = None
         self._update()
 
     def before_access(self) -> None:
@@ -287,7 +294,7 @@ class StepSampler:
         Returns:
             What it took, if that was watched and there is a trace.
         """
-        memory = None
+        memory, self._last_end = None, None
         if self._grads is not None:
             if not self._has_accesses:
                 trace = AccessTrace((Acquire((), is_pinned=False),) * (len(self._grads) - 1))
@@ -295,7 +302,7 @@ class StepSampler:
                 trace = None
             sample = _Sample(trace, self._grads, self._arrivals, self._peaks, self._levels, self._clock)
             if self._clock is not None:
-                self._clock.settle()
+                self._last_end = self._clock.settle()
                 self._before_last = self.all_seconds()  # the device has long come to the end of that one
                 self._last_timed = sample
             if trace is not None:
@@ -305,6 +312,14 @@ class StepSampler:
                     memory = self._memory_of(self._peaks)
         self.abandon()
         return memory
+
+    def note_step(self) -> None:
+        """The iteration that is over was the last one before a step of an optimizer."""
+        self._since, self._last_end = self._last_end, None
+
+    def note_evaluation(self) -> None:
+        """What lies between the last step and the next forward is more than what a step takes."""
+        self._since = None
 
     def _memory_of(self, peaks: Sequence[int]) -> StepMemory:
         begun = tuple(first_gradients(self._arrivals))
@@ -367,6 +382,11 @@ class StepSampler:
             return None
         timed.read()
         return StepSeconds(sum(timed.seconds or ()), timed.wait_s)
+
+    def seconds_between(self) -> float | None:
+        """From the end of the backward before a step to the begin of the forward after it, on the device, if both were
+        timed and the last iteration began with that forward. Waits for that begin."""
+        return None if self._between is None else max(0.0, self._between[1].seconds_since(self._between[0]))
 
     def all_seconds(self) -> StepSeconds:
         """Of all iterations that were ever timed, added up. Waits for the end of the last one."""

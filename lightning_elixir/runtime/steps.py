@@ -128,6 +128,7 @@ class Steps:
         engine = self._engine
         others = self._others(members)
         engine.iterations.end()
+        engine.iterations.sampler.note_step()
         engine.forwards.leave_covered()
         engine.interception.forget_versions()  # what was computed before is checked when backward needs it
         engine.interception.written.forget(updated)

@@ -32,14 +32,18 @@ class SteadyLook:
         self._last = update_times()  # of a step before
         self._seen: list[tuple[float, int]] = []  # seconds, parameters
         self._profiles: list[StepProfile] = []
+        self._between: list[float] = []
         self._num_steps = 0
 
-    def after_step(self, profile: StepProfile | None) -> bool:
+    def after_step(self, profile: StepProfile | None, between_s: float | None) -> bool:
         """Another step is over. Returns whether it was the last one to look at: the same on every rank.
 
         Args:
             profile: What it did, if that is known.
+            between_s: From the backward before its first forward to that, if that is known: see `StepSampler`.
         """
+        if between_s is not None:
+            self._between.append(between_s)
         times = self._update_times()
         if times is not None and times != self._last:
             self._last = times
@@ -55,6 +59,11 @@ class SteadyLook:
         """What a usual step does: that with the median time of computing; None: unknown."""
         ordered = sorted(self._profiles, key=lambda profile: profile.compute_s)
         return ordered[len(ordered) // 2] if ordered else None
+
+    @property
+    def between_s(self) -> float | None:
+        """Seconds between backward and the next forward, of a usual step; None: too few were seen."""
+        return statistics.median(self._between) if 2 * len(self._between) >= _NUM_STEPS else None
 
     def host_update_s(self, numel: int) -> float | None:
         """Seconds of the host's updates of a usual step; None where too few were seen, or the host updates nothing.

@@ -445,12 +445,13 @@ class WarmUp:
         if look is None or not self._is_look_due:
             return
         self._is_look_due = False
-        if look.after_step(self._engine.step_profile()):
+        if look.after_step(self._engine.step_profile(), self._engine.seconds_between):
             self._look = None
             profile = look.profile
             if all(self._comm.exchange_objects(profile is not None)) and profile is not None:
                 self.profile = profile = _with_peak(profile, self._least_bytes)
                 self._correct_host(look.host_update_s(_host_numel(self._engine.plan)), profile)
+                self.profile = profile = self._with_program(profile, look.between_s)
                 self._expect(profile)
             self._watch()
 
@@ -469,6 +470,20 @@ class WarmUp:
         if found and abs(max(found) - 1) > _AS_FORESEEN_WITHIN:
             log.info("updates on the host take %.2f times as long in training as foreseen", max(found))
             self._planner.figures.take_host_slower(max(found))
+
+    def _with_program(self, profile: StepProfile, between_s: float | None) -> StepProfile:
+        """The same with what the program takes between backward and forward. Only where it has to wait for the device
+        there, to learn a norm or whether gradients are finite: elsewhere it is ahead, but not while it is looked at.
+
+        Args:
+            between_s: What was seen between them, updates on the device included; None: nothing.
+        """
+        regime = self._regime()
+        is_waiting = regime.needs_global_norm or self._engine.reducer.is_tracking_square_sums
+        if between_s is None or not is_waiting or not self._planner.figures.is_measured:
+            return profile
+        updates_s = self._planner.simulated(self._engine.plan, profile, regime).times.step_s
+        return replace(profile, program_s=max(0.0, between_s - updates_s))
 
     def _expect(self, profile: StepProfile) -> None:
         """Bring up to date what is expected of a step under the plan in force."""

@@ -119,6 +119,33 @@ class Clock:
         self.now_s += self._layer_s
 
 
+def test_what_lies_between_two_steps_is_known_where_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, fetch_s=0.03, layer_s=0.01)
+    model = nn.Sequential(*(clock.layer() for _ in range(3)))
+    module, device = build(monkeypatch, model, prefetch=False)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def seen_after(seconds: float) -> float | None:
+        """Of the pause before a micro-batch, which begins after so long."""
+        clock.now_s += seconds
+        with device.counting():
+            optimizer.backward(module(torch.ones(ROWS, WIDTH)).square().mean())
+        return module.engine.seconds_between
+
+    seen_after(0.0)
+    optimizer.step()
+    module.engine.sample_times(True)
+    assert seen_after(0.5) is None  # the one before was not timed
+    assert seen_after(0.25) is None  # no step has come between
+    optimizer.step()
+    assert seen_after(0.125) == pytest.approx(0.125)
+    optimizer.step()
+    with torch.no_grad():
+        module(torch.ones(ROWS, WIDTH))
+    assert seen_after(0.5) is None
+    module.close()
+
+
 def test_waiting_is_no_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, fetch_s=0.03, layer_s=0.01)
     model = nn.Sequential(*(clock.layer() for _ in range(3)))

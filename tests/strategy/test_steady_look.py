@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +37,7 @@ def _look(seen: list[UpdateTimes | None]) -> tuple[SteadyLook, list[bool]]:
     """A look at as many steps, and what each of them is told to be."""
     times: Iterator[UpdateTimes | None] = iter([None, *seen])
     look = SteadyLook(lambda: next(times))
-    return look, [look.after_step(None) for _ in seen]
+    return look, [look.after_step(None, None) for _ in seen]
 
 
 def test_a_usual_step_counts() -> None:
@@ -58,8 +59,19 @@ def test_the_median_step_is_the_usual_one() -> None:
     assert look.profile is None
     profiles = [StepProfile(AccessTrace(()), (StepInterval(seconds, 0),)) for seconds in (5.0, 1.0, 2.0, 9.0)]
     for profile in (*profiles, None):
-        look.after_step(profile)
+        look.after_step(profile, None)
     assert look.profile is profiles[0]
+
+
+def test_the_median_pause_is_the_usual_one() -> None:
+    look = SteadyLook(lambda: None)
+    for between_s in (None, 5.0, 1.0, 2.0, None):
+        look.after_step(None, between_s)
+    assert look.between_s == 2.0
+    look = SteadyLook(lambda: None)
+    for rare_s in (None, 5.0, None, 1.0, None):
+        look.after_step(None, rare_s)
+    assert look.between_s is None
 
 
 def test_two_threads_at_once_count_once() -> None:
@@ -131,6 +143,31 @@ def test_a_slow_host_corrects_figures_and_forecast(monkeypatch: pytest.MonkeyPat
     assert f"looked at as well, {when}" in callback.plans[-1].explain()
     expected = fit("auto", Net, train=lambda: make_data(96))[2].losses
     assert all(map(torch.equal, losses, expected))
+
+
+class Pausing(Slow):
+    """The program does something in each step between backward and the next forward."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        time.sleep(0.03)
+
+
+@pytest.mark.parametrize(("clip", "is_measured"), [(1e6, True), (None, True), full(1e6, False)])
+def test_what_the_program_takes_between_steps_is_expected_where_it_waits_for_gradients(
+    monkeypatch: pytest.MonkeyPatch, clip: float | None, is_measured: bool
+) -> None:
+    callback = Pausing(1.0, is_measured=is_measured)
+    _fit(callback, monkeypatch, gradient_clip_val=clip)
+    before, after = callback.plans[4].forecast, callback.plans[-1].forecast
+    assert before is not None
+    assert after is not None
+    more_s = after.times.step_s - before.times.step_s
+    if clip is None or not is_measured:
+        assert more_s < 0.01
+    else:
+        assert more_s > 0.025
+        assert after.times.total_s > 0.025
+        assert len({plan.fingerprint() for plan in callback.plans[3:]}) == 1
 
 
 @pytest.mark.parametrize(("factor", "is_measured"), [(1.01, True), full(1000.0, False)])

@@ -616,7 +616,7 @@ def _why(loser: Outcome, best: Outcome) -> str:
         return "does not fit"
     ours, theirs = best.times, loser.times
     more = {
-        "in the update": theirs.step_s - ours.step_s,
+        "between backward and forward": theirs.step_s - ours.step_s,
         "of waiting for updates": theirs.update_waiting_s - ours.update_waiting_s,
         "of waiting for chunks and gradients in forward and backward": (
             theirs.waiting_s - theirs.update_waiting_s - ours.waiting_s + ours.update_waiting_s

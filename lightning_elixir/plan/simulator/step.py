@@ -168,6 +168,7 @@ class _Steps:
         backward_end_s = clocks.now_s
         adam_s, host_update_s = updates.adam_s, updates.host_s
         updates.run(begin_s)
+        clocks.now_s += self._profile.program_s
         step_s = clocks.now_s - backward_end_s
         compute_s = self._num_backwards * self._profile.compute_s
         # All lanes together may ask more of the host's memory than it has; the spans do not show that. Nor may a step

@@ -9,9 +9,9 @@ updates begin when the plan's `update_timing` says, or in the step where their o
 
 Memory is the highest moment, not a sum of peaks: gradients come while activations go. Reads and writes of states,
 parameters and gradients on NVMe share the disk, a lane of its own; a step is never predicted to be shorter than what
-the disk has to do in it. Not predicted: steps that speculation has to run again, what clipping and loss scaling cost
-on the host, the size of staging buffers under a wider `reduce_dtype`, and the fp32 master that fp32
-parameters on the GPU have beside states in host memory or on NVMe.
+the disk has to do in it. What clipping and loss scaling cost on the host is known from steps that were seen
+(`StepProfile.program_s`). Not predicted: steps that speculation has to run again, the size of staging buffers under a
+wider `reduce_dtype`, and the fp32 master that fp32 parameters on the GPU have beside states in host memory or on NVMe.
 """
 
 from __future__ import annotations

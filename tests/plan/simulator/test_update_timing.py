@@ -116,6 +116,17 @@ def test_updates_on_the_device_stay_in_the_step() -> None:
     assert (times.step_s, times.waiting_s) == pytest.approx((1e-4, 0))
 
 
+@pytest.mark.parametrize("timing", list(UpdateTiming))
+def test_what_the_program_takes_between_steps_hides_updates_where_these_go_on(timing: UpdateTiming) -> None:
+    profile = there_and_back(4, 20e-3)
+    before = run(offloaded(4), timing, profile, machine()).times
+    after = run(offloaded(4), timing, replace(profile, program_s=5e-3), machine()).times
+    assert after.step_s == pytest.approx(before.step_s + 5e-3)
+    hidden_s = 0.0 if timing is AFTER else min(5e-3, before.update_waiting_s)
+    assert after.update_waiting_s == pytest.approx(before.update_waiting_s - hidden_s)
+    assert after.total_s == pytest.approx(before.total_s + 5e-3 - hidden_s)
+
+
 def test_nothing_changes_where_all_states_are_on_the_device() -> None:
     plan = offloaded(4, RESIDENT)
     after = run(plan, AFTER, there_and_back(4, 2e-3), machine(), is_detailed=True)
