@@ -152,7 +152,7 @@ def test_plan_prints_and_writes_what_it_finds(capsys: pytest.CaptureFixture[str]
     assert main([*GPT, "--save-plan", "plan.json", "--html", "report.html"]) == 0
     output = capsys.readouterr().out
     assert "It fits: gpt2 with n_layer=2" in output
-    for part in ("everything on the GPU", "activations and other data", "forward and backward", "update, before"):
+    for part in ("everything on the GPU", "activations and other data", "forward and backward", "between backward"):
         assert part in output
     step = re.search(r"one step\s+([\d.]+) (us|ms|s)", output)
     assert step
