@@ -60,9 +60,10 @@ DEFERRED = {
     "checkpoint/writer.py": {"ShardWriter.__init__", "ShardWriter.__exit__"},
     "core/signals.py": {"start"},
     "core/worker.py": {"_Pool._help_to_end", "_Pool._help_to_begin", "_Pool.cancel", "_end"},
-    "runtime/backwards.py": {"Backwards.collect_grad", "Backwards.need"},
+    "runtime/backwards.py": {"Backwards.need"},
     "runtime/engine.py": {"Engine.prepare_meeting", "Engine.replan"},
     "runtime/forwards.py": {"Forwards.enter_module", "Forwards._meet_covered", "Forwards.exit_module"},
+    "runtime/hooks.py": {"_grad_hook"},
     "runtime/offloading.py": {"Offloader._settle", "Offloader.pack", "Offloader.unpack"},
     "runtime/param_reads.py": {"ParamReads.submit"},
     "runtime/pattern_wire.py": {"PatternWire.meet"},
@@ -188,11 +189,11 @@ def _uses_what_signals_break(tree: ast.Module) -> Iterator[int]:
 
 
 def _deferring(node: ast.AST, name: str = "") -> Iterator[str]:
-    """Functions that call `deferred`, as often as they do."""
+    """Functions that call `deferred` or `deferring`, as often as they do."""
     for child in ast.iter_child_nodes(node):
         is_named = isinstance(child, ast.FunctionDef | ast.ClassDef)
         yield from _deferring(child, f"{name}.{child.name}".lstrip(".") if is_named else name)  # type: ignore[attr-defined]
-        if isinstance(child, ast.Call) and _dotted(child.func) == "deferred":
+        if isinstance(child, ast.Call) and _dotted(child.func) in {"deferred", "deferring"}:
             yield name
 
 

@@ -25,6 +25,10 @@ class CachePolicy:
             for chunk_id in ids:
                 uses.setdefault(chunk_id, []).append(position)
         self._uses = uses
+        self._same_until: list[int] = [0] * len(self.accesses)  # the position behind a row of the same accesses
+        for position in range(len(self.accesses) - 1, -1, -1):
+            is_last = self.accesses[position] != self.access(position + 1)
+            self._same_until[position] = position + 1 if is_last else self._same_until[position + 1]
         # Where a chunk differs from the one touched just before: all that prefetching has to look at.
         self._turns: list[tuple[int, int]] = []
         last: tuple[int, ...] = ()
@@ -61,6 +65,10 @@ class CachePolicy:
     def access(self, position: int) -> tuple[int, ...] | None:
         """The chunks of the access at `position`; None past the end."""
         return self.accesses[position] if position < len(self.accesses) else None
+
+    def same_until(self, position: int, ids: tuple[int, ...]) -> int:
+        """The first position from `position` on at which the access is another one than `ids`."""
+        return self._same_until[position] if self.access(position) == ids else position
 
     def find(self, ids: tuple[int, ...], position: int, window: int) -> int | None:
         """Position of the first access of exactly `ids` among `window` accesses from `position` on."""

@@ -6,7 +6,8 @@ The runtime and the simulator drive this same class, so predicted and real count
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable, KeysView, Mapping
+from bisect import bisect_left
+from collections.abc import Collection, Container, Iterable, KeysView, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from lightning_elixir.errors import StateError
@@ -76,6 +77,11 @@ class RCache:
         # Before this position this budget has no room to prefetch, unless something comes, goes or is dropped.
         self._full_until = 0
         self._full_budget = 0
+        self._stops: Sequence[int] = ()  # positions at which `serve` serves nothing, ascending
+        self.repeats = 0
+        """How many further accesses of just the one chunk that `grant` was called for need no call: for each that comes,
+        one is taken off here, and it counts as `serve` would have counted it. 0 once anything else is called."""
+        self._granted = 0  # `repeats` at first
         self.peak_blocks = 0
         self._counts: dict[str, int] = asdict(CacheCounters())
 
@@ -95,6 +101,7 @@ class RCache:
     @property
     def counters(self) -> CacheCounters:
         """Counts since the last reset."""
+        self._catch_up()
         return CacheCounters(**self._counts)
 
     @property
@@ -118,6 +125,7 @@ class RCache:
     @property
     def position(self) -> int:
         """How many accesses of the trace have been met, or passed over."""
+        self._catch_up()
         return self._position
 
     def is_pinned(self, chunk_id: int) -> bool:
@@ -129,6 +137,8 @@ class RCache:
         """Start an iteration that is expected to follow `policy`'s trace; None: nothing is known."""
         if policy is not None and (self._last is None or self._last[0] is not policy):
             self._last = policy, policy.turns_of(self.cost_blocks)
+        self._catch_up()
+        self._stops = ()
         self._turns = None if policy is None or self._last is None else self._last[1]
         self._policy = policy
         self._position = 0
@@ -148,6 +158,7 @@ class RCache:
         Returns:
             What to evict and fetch. The chunks count as resident from here on.
         """
+        self._catch_up()
         ids = tuple(ids)
         needed = tuple(dict.fromkeys([i for i in ids if i in self.cost_blocks]))
         if is_traced:
@@ -181,6 +192,8 @@ class RCache:
         Returns:
             Whether it was so. If not, nothing has changed.
         """
+        if self._granted:
+            self._catch_up()
         policy, position, resident = self._policy, self._position, self._resident
         if self._used_blocks > self.budget_blocks:
             return False
@@ -192,7 +205,7 @@ class RCache:
                 has_others = True
         if policy is not None:
             accesses = policy.accesses
-            if position >= len(accesses) or ids != accesses[position]:
+            if position >= len(accesses) or ids != accesses[position] or (self._stops and self.is_at_stop()):
                 return False
             position += 1
             if self.prefetch_depth and position >= self._settled_until and self._lacks_ahead(position):
@@ -204,11 +217,56 @@ class RCache:
         counts = self._counts
         counts["accesses"] += 1
         counts["hits"] += len(ids)
-        self._use(ids, pin)
+        # As `_use` does.
+        self._clock += 1
+        self._after = None
+        for chunk_id in ids:
+            resident[chunk_id] = self._clock
+            if pin:
+                self._pins[chunk_id] = self._pins.get(chunk_id, 0) + 1
         return True
+
+    def grant(self, chunk_id: int) -> int:
+        """After `serve` has served this one chunk without a pin: what `repeats` begins with. That many accesses of the
+        same come next in the trace, and `serve` would find nothing to do at any of them."""
+        policy, position = self._policy, self._position
+        if policy is None or chunk_id not in self._resident:
+            return 0
+        until = policy.same_until(position, (chunk_id,))
+        if self.prefetch_depth:
+            full_until = self._full_until if self.budget_blocks == self._full_budget else 0
+            until = min(until, max(self._settled_until, full_until) - 1)
+        if self._stops:
+            until = min([until, *self._stops[bisect_left(self._stops, position) :][:1]])
+        self.repeats = self._granted = max(0, until - position)
+        return self.repeats
+
+    def _catch_up(self) -> None:
+        """Count the accesses that came without a call."""
+        passed = self._granted - self.repeats
+        self.repeats = self._granted = 0
+        if passed:
+            self._position += passed
+            self._counts["accesses"] += passed
+            self._counts["hits"] += passed
+            self._after = None
+
+    def stop_at(self, positions: Collection[int]) -> None:
+        """Have `serve` serve nothing at these accesses of the trace, where something else is to be done as well; until
+        the next `begin`."""
+        self._catch_up()
+        self._stops = sorted(positions)
+
+    def is_at_stop(self) -> bool:
+        """Whether the next access is one of those."""
+        self._catch_up()
+        at = bisect_left(self._stops, self._position)
+        return at < len(self._stops) and self._stops[at] == self._position
 
     def drop(self, ids: Iterable[int]) -> None:
         """Undo the pins of one `acquire`. The chunks stay resident and become evictable."""
+        if self._granted:
+            self._catch_up()
         pins = self._pins
         for chunk_id in dict.fromkeys(ids):  # `acquire` pins each once
             if chunk_id not in self.cost_blocks:
@@ -244,6 +302,7 @@ class RCache:
     def prefetch_candidates(self, held: Container[int] = ()) -> tuple[int, ...]:
         """Chunks worth fetching now, nearest use first: the next `prefetch_depth` absent chunks of the trace for which
         there is room, or a resident chunk that is needed later than they are. Changes nothing."""
+        self._catch_up()
         turns, position, resident = self._turns, self._position, self._resident
         if turns is None or self.prefetch_depth == 0 or not self._lacks_ahead(position):
             return ()
@@ -269,6 +328,7 @@ class RCache:
 
     def prefetch(self, ids: Iterable[int], held: Container[int] = ()) -> Decision:
         """Admit `ids`, in order, as far as there is room without evicting what is needed sooner."""
+        self._catch_up()
         fetch: list[int] = []
         evict: list[int] = []
         for chunk_id in ids:
@@ -288,6 +348,7 @@ class RCache:
 
     def release(self, ids: Iterable[int]) -> tuple[int, ...]:
         """Forget `ids` (their replicas are outdated or no longer wanted); returns those that were resident."""
+        self._catch_up()
         gone = tuple(i for i in dict.fromkeys(ids) if i in self._resident)
         for chunk_id in gone:
             if self.is_pinned(chunk_id):
@@ -298,16 +359,19 @@ class RCache:
 
     def shrink(self, held: Container[int] = ()) -> tuple[int, ...]:
         """Give up what is above the budget, as far as it can go, the furthest next use first; returns it."""
+        self._catch_up()
         evict = self._make_room(0, (), held)
         self._counts["evictions"] += len(evict)
         return evict
 
     def unpin_all(self) -> None:
         """Forget all pins (after an exception in the middle of an iteration)."""
+        self._catch_up()
         self._pins.clear()
         self._full_until, self._after = 0, None
 
     def reset_counters(self) -> None:
+        self._catch_up()
         self._counts = asdict(CacheCounters())
         self.peak_blocks = self._used_blocks
 

@@ -35,6 +35,9 @@ class Backwards:
         self._is_bare = False  # begun by autograd, which does not tell of errors
         self._has_users_hooks = False
         self._inner: int | None = None  # autograd's number of the user's own backward inside a forward
+        self.take: Callable[[int, int, nn.Parameter], object] = self._take
+        """Called, with signals deferred, with the chunk id, the member index and the parameter at which autograd has
+        put a gradient down: in a backward that is not timed, the reducer's `collect`."""
 
     def span(self) -> AbstractContextManager[None]:
         """Run the backward of a loss inside; the gradients are reduced at the end. Collective."""
@@ -72,6 +75,8 @@ class Backwards:
         try:
             if not self.is_guarded:
                 engine.forwards.open_resident()
+            if not engine.iterations.sampler.is_on:
+                self.take = engine.reducer.collect
         except BaseException:
             self.abort()
             raise
@@ -188,6 +193,7 @@ class Backwards:
         return (self._is_bare or self._has_users_hooks) and self._phases.current is Phase.BACKWARD
 
     def _release_pins(self) -> None:
+        self.take = self._take
         self._engine.forwards.end_recomputation()
         self._engine.activations.end_backward()
         self._engine.active.rcache.unpin_all()
@@ -200,6 +206,7 @@ class Backwards:
         engine = self._engine
         is_mine = engine.turn.is_mine()
         if is_mine and engine.is_at_hand(chunk):
+            engine.saved.note_at_hand(chunk, engine.rcache)
             return make(packed)
         with deferred() if is_mine else engine.turn.call("what autograd has saved was read"):
             if not self._phases.is_computing and self._phases.current is Phase.CLOSED:
@@ -208,33 +215,26 @@ class Backwards:
             engine.acquire((chunk.id,), pin=False)
             return make(packed)
 
-    def collect_grad(self, chunk_id: int, index: int) -> None:
-        """Autograd has put a gradient down at a parameter."""
-        with deferred():
-            engine = self._engine
-            chunk = engine.chunks[chunk_id]
-            parameter = chunk.parameters[index]
-            if not self._phases.is_backward:
-                if self._phases.current is Phase.IDLE:  # a graph that does not pass through a watched output
-                    self.note_outermost(parameter)
-                elif self._phases.current is Phase.FORWARD:
-                    self._note_inner()
-            try:
-                if engine.iterations.sampler.is_on:
-                    self._collect_timed(chunk, index, parameter)
-                else:
-                    engine.active.reducer.collect(chunk, index, parameter)
-            except BaseException as error:  # not `telling`: this is called for every parameter
-                engine.tell_of(error)
-                raise
+    def tell_of(self, error: BaseException) -> None:
+        """See `Engine.tell_of`."""
+        self._engine.tell_of(error)
 
-    def _collect_timed(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
+    def _take(self, chunk_id: int, index: int, parameter: nn.Parameter) -> None:
+        """The first gradient of a backward that nothing has told of, and those of backwards that are timed."""
+        if not self._phases.is_backward:
+            if self._phases.current is Phase.IDLE:  # a graph that does not pass through a watched output
+                self.note_outermost(parameter)
+            elif self._phases.current is Phase.FORWARD:
+                self._note_inner()
         sampler, reducer = self._engine.iterations.sampler, self._engine.reducer
+        if not sampler.is_on:
+            reducer.collect(chunk_id, index, parameter)
+            return
         sampler.before_collect()
-        if not reducer.is_collecting(chunk.id):
-            sampler.grads_begin(chunk.id)
-        if reducer.collect(chunk, index, parameter):
-            sampler.grads_complete((chunk.id,))
+        if not reducer.is_collecting(chunk_id):
+            sampler.grads_begin(chunk_id)
+        if reducer.collect(chunk_id, index, parameter):
+            sampler.grads_complete((chunk_id,))
         sampler.after_collect()
 
 

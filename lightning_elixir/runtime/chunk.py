@@ -83,6 +83,8 @@ class Chunk:
         self.places = [_place(m, stride) for m, stride in zip(spec.members, self.strides, strict=True)]
         """Shape, strides and offset of each member."""
         self._offsets = [m.offset for m in spec.members]
+        self.index_at = {m.offset: index for index, m in enumerate(spec.members)}
+        """Indices of members by where they begin."""
         self.original_dtypes = [p.dtype for p in like]
         self.state = ChunkState.RELEASED
         self.ready: Event | None = None  # end of the transfer that fills the storage, until it is waited for

@@ -121,10 +121,10 @@ class Engine:
                 self.steps = Steps(self)
                 self.iterations = Iterations(device, self.chunks, self.device_bytes)
                 self.backwards = Backwards(self)
-                self._saved = SavedTensors({c.storage_key: c for c in self.chunks}, self.backwards.need)
-                self.activations = Activations(self, self._saved)
+                self.saved = SavedTensors({c.storage_key: c for c in self.chunks}, self.backwards.need)
+                self.activations = Activations(self, self.saved)
                 self.on_held_bytes(self.activations.offloader.held_bytes)
-                self.forwards = Forwards(self, self._saved, self._home)
+                self.forwards = Forwards(self, self.saved, self._home)
                 trainable = [c for c in self.chunks if c.spec.requires_grad]
                 self._hooks = Hooks(self.forwards, self.backwards, self.interception, trainable)
                 self._adopt(ActivePlan(self, plan, self.store))
@@ -302,7 +302,7 @@ class Engine:
     def leave_hooks(self) -> None:
         """Take away hooks for saved tensors that a signal has left on."""
         if self.phase is not Phase.FORWARD and torch._C._current_graph_task_id() == -1:
-            self._saved.leave()
+            self.saved.leave()
 
     @property
     def traces(self) -> dict[str, AccessTrace]:
@@ -610,7 +610,7 @@ class Engine:
                     chunk.ready.synchronize()
                 chunk.ready = None
         self.forwards.abort()
-        self._saved.leave()
+        self.saved.leave()
         self.device.synchronize()
         self._hooks.remove()
         self.activations.close()

@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,7 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_elixir.core.module_hooks import OwnHook
 from lightning_elixir.core.shells import ShellParameter, is_shell, opened
+from lightning_elixir.core.signals import deferring
 from lightning_elixir.patterns.cuts import cuts_of
+from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.runtime.chunk import Chunk
 
 
@@ -34,7 +37,10 @@ class ForwardEvents(Protocol):
 class BackwardEvents(Protocol):
     """Gets the gradients."""
 
-    def collect_grad(self, chunk_id: int, index: int) -> None: ...
+    take: Callable[[int, int, nn.Parameter], object]
+    """Gets the chunk, the member index and the parameter at which autograd has put a gradient down."""
+
+    def tell_of(self, error: BaseException) -> None: ...
 
 
 class StateDictEvents(Protocol):
@@ -246,12 +252,17 @@ def _grad_hook(backwards: BackwardEvents, chunk: Chunk, index: int) -> Callable[
     # Weak: torch keeps such a hook where the garbage collector cannot look, and a cycle through it would stay for ever.
     reference, chunk_id = weakref.ref(backwards), chunk.id
 
-    def collect(parameter: Tensor) -> None:
+    def collect(parameter: nn.Parameter) -> None:
         owner = reference()
-        if owner is not None:
-            owner.collect_grad(chunk_id, index)
+        if owner is None:
+            return
+        try:
+            owner.take(chunk_id, index, parameter)
+        except BaseException as error:
+            owner.tell_of(error)
+            raise
 
-    return collect
+    return deferring(collect)
 
 
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -306,6 +317,16 @@ class SavedTensors:
     ) -> None:
         self._chunks = chunks
         self._need = need
+        # What was unpacked last, where the trace has more of the same chunk next: the thread, and what counts these.
+        self._at_hand: Chunk | None = None
+        self._at_hand_in = 0
+        self._rcache: RCache | None = None
+
+    def note_at_hand(self, chunk: Chunk, rcache: RCache) -> None:
+        """A chunk is there for this thread's backward, and nothing was to be done for it. As long as `rcache` hears of
+        nothing else, that is so for what is unpacked next of the same chunk, of which it then need not hear."""
+        if rcache.grant(chunk.id):
+            self._at_hand, self._at_hand_in, self._rcache = chunk, get_ident(), rcache
 
     def context(self) -> ThreadHooks | None:
         """Hooks to enter now; None where ours are innermost already, or activation checkpointing's are: those keep no
@@ -355,13 +376,18 @@ class SavedTensors:
             chunk = self._chunks.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # tensors without storage: sparse ones, functorch's wrappers
             return None
-        if chunk is None:
-            return None
-        offset, dtype = int(tensor.storage_offset()), tensor.dtype
+        return None if chunk is None else self._packed_of(chunk, tensor)
+
+    @staticmethod
+    def _packed_of(chunk: Chunk, tensor: Tensor) -> PackedTensor | None:
+        """As `_packed_plain`, of what lies in a chunk's storage."""
+        offset, dtype = tensor.storage_offset(), tensor.dtype
         if tensor.layout is not _STRIDED or tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
             return None
-        at = offset if dtype is chunk.dtype else offset * dtype.itemsize // chunk.dtype.itemsize
-        index = chunk.member_at(at)
+        at = offset if dtype is chunk.dtype else int(offset) * dtype.itemsize // chunk.dtype.itemsize
+        index = chunk.index_at.get(at)  # where a member begins, as nearly always
+        if index is None:
+            index = chunk.member_at(int(at))
         member = chunk.parameters[index]
         version = member._version if type(member) in _PLAIN else _version_of(member)
         return _new(PackedTensor, (chunk, tensor.size(), tensor.stride(), offset, dtype, index, version))
@@ -384,7 +410,7 @@ class SavedTensors:
             except (NotImplementedError, RuntimeError):  # without storage or, in inference mode, a version
                 chunk = None
             if chunk is not None:
-                packed = self._packed_plain(tensor)
+                packed = self._packed_of(chunk, tensor)
             return self.kept(tensor) if packed is None else packed
         with torch._C.DisableTorchFunctionSubclass():
             packed = self.packed(tensor)
@@ -410,7 +436,15 @@ class SavedTensors:
             if (tensor._version if type(tensor) in _PLAIN else _version_of(tensor)) != version:
                 raise RuntimeError(_overwritten(packed))
         elif kind is PackedTensor:
-            tensor = self._need(packed.chunk, _made, packed)
+            chunk, size, stride, offset, dtype, index, version = packed
+            rcache = self._rcache
+            if chunk is self._at_hand and rcache is not None and rcache.repeats and self._at_hand_in == get_ident():
+                rcache.repeats -= 1
+                member = chunk.parameters[index]
+                if type(member) is nn.Parameter and member._version == version and dtype is chunk.dtype:
+                    return chunk.flat.as_strided(size, stride, offset)  # as `_made` does
+                return _made(packed)
+            tensor = self._need(chunk, _made, packed)
         elif kind is PackedShell:
             tensor = self.unpacked(packed)
         return tensor

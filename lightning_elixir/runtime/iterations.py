@@ -42,7 +42,7 @@ class Iterations:
         self._fixed_bytes = 0  # what chunks, shards and states take that neither forward nor backward changes
         self._grad_bytes_before = 0  # on the device when the open iteration began
         self.is_watching = False
-        """Whether something is to be done at accesses beside bringing the chunks."""
+        """Whether something is to be done at every access beside bringing the chunks."""
 
     def adopt(self, active: ActivePlan, grad_itemsize: int | None) -> None:
         """Go on with a new plan; no iteration is open.
@@ -154,13 +154,12 @@ class Iterations:
 
     def acquire(self, ids: tuple[int, ...], pin: bool) -> None:
         """Bring chunks that forward or backward needs, each once; where `is_watching` is not, and `RCache.serve` has
-        told that there is nothing to bring, this need not be called."""
+        told that there is nothing to do, this need not be called."""
+        if self._rcache.is_at_stop():
+            self._look_at_growth(ids)
         if not self.is_watching:
             self._residency.acquire(ids, pin, None, True)
             return
-        looks = self.growth.looks
-        if looks and self._rcache.position in looks:
-            self._look_at_growth(ids)
         if not self.sampler.is_on:
             self._acquire(ids, pin)
             return
@@ -221,4 +220,5 @@ class Iterations:
         return self._fixed_bytes + replicas + self._reducer.block_bytes_held() + self._store.grad_bytes_on_device()
 
     def _update(self) -> None:
-        self.is_watching = self.traces.is_recording or self.sampler.is_on or bool(self.growth.looks)
+        self.is_watching = self.traces.is_recording or self.sampler.is_on
+        self._rcache.stop_at(self.growth.looks)

@@ -171,8 +171,11 @@ class Reducer:
 
     # During backward
 
-    def collect(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> bool:
+    def collect(self, chunk_id: int, index: int, parameter: nn.Parameter) -> bool:
         """Take over `parameter.grad` and reduce what is complete. Returns whether the chunk has become complete.
+
+        Args:
+            index: Of the chunk's member that it is.
 
         Raises:
             StateError: The gradient is to be differentiated again, which what is in chunks cannot be.
@@ -182,9 +185,9 @@ class Reducer:
         else:
             with torch._C.DisableTorchFunctionSubclass():  # this is not the user touching `.grad`
                 grad, parameter.grad = parameter.grad, None
-        chunk_id = chunk.id
         if grad is None or chunk_id in self._begun_before:
             return False
+        chunk = self._chunks[chunk_id]
         if grad.requires_grad:
             raise StateError(
                 f"the gradient of {chunk.spec.members[index].fqn} was made by backward(create_graph=True): what is "
