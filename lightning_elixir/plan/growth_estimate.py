@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from lightning_elixir.plan.types import AccessTrace
 
-# A look at the device's memory takes about as long as an access without a fetch: so many in a step do not show.
-_MAX_LOOKS = 32
+# A look at the device's memory takes the host some 50 us, ten times as long as an access without a fetch.
+_MAX_LOOKS = 12
 # Too little to tell anything from, as a share of the peak.
 _LEAST_SHARE = 1 / 16
 _SHARE_BETWEEN_LOOKS = 1 / 16

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_elixir.core.signals import DeferringLock, deferred
+from lightning_elixir.core.signals import DeferringLock, arm, deferred, deferring, disarm
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +53,50 @@ def test_the_second_comes_at_once() -> None:
     with pytest.raises(KeyboardInterrupt):
         work()
     assert done == []
+
+
+@pytest.mark.parametrize("is_armed", [False, True])
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_function_is_whole(is_armed: bool, is_inside: bool) -> None:
+    done: list[Any] = []
+
+    def work(*args: Any) -> None:
+        send()
+        done.append(args)
+
+    call = deferring(work)
+    if is_armed:
+        arm()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            if is_inside:
+                with deferred():
+                    call(1, 2)
+                    done.append("outer")
+            else:
+                call(1, 2)
+        assert done == [(1, 2), *(["outer"] if is_inside else [])]
+        with pytest.raises(KeyboardInterrupt):  # and from here on they come at once again
+            send()
+            time.sleep(5)
+    finally:
+        if is_armed:
+            disarm()
+
+
+def test_a_function_that_raises_leaves_signals_as_they_were() -> None:
+    def work() -> None:
+        raise ValueError
+
+    arm()
+    try:
+        with pytest.raises(ValueError):
+            deferring(work)()
+        with pytest.raises(KeyboardInterrupt):
+            send()
+            time.sleep(5)
+    finally:
+        disarm()
 
 
 def test_inside_of_itself_the_outermost_decides(caplog: pytest.LogCaptureFixture) -> None:

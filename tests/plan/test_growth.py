@@ -51,7 +51,7 @@ def test_looks_are_where_there_is_something_to_compare() -> None:
     assert model.looks == {1: 100, 2: 200, 3: 300, 5: 200, 6: 100}
     many = StepMemory(tuple(range(1000)), (*range(1000), 1000), ((),) * 1001)
     looks = GrowthModel(many, {}, 0).looks
-    assert 10 < len(looks) <= 32
+    assert 5 < len(looks) <= 12
     assert min(looks) >= 1000 / 16
     assert GrowthModel(StepMemory((), (5,), ((),)), {}, 0).looks == {}
 

@@ -399,6 +399,48 @@ def test_the_short_way_counts_and_decides_as_the_long_one(depth: int) -> None:
     assert num_short > 500
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_accesses_that_need_no_call_count_and_decide_as_others(depth: int) -> None:
+    """Rows of the same access, some longer or shorter than the trace has them: beside one that is called each time."""
+    random, num_passed = Random(depth), 0
+    for _ in range(200):
+        num_chunks, budget = random.randint(2, 6), random.randint(1, 5)
+        rows = [random.randrange(num_chunks) for _ in range(8)]
+        accesses = [(chunk_id,) for chunk_id in rows for _ in range(random.randint(1, 5))]
+        called, short = (unit_cache(num_chunks, budget, depth) for _ in range(2))
+        stops = random.sample(range(len(accesses)), 3)
+        for cache in (called, short):
+            cache.begin(CachePolicy(unpinned(*accesses)))
+        short.stop_at(stops)
+        granted = -1  # for which chunk
+        for ids in accesses:
+            if random.random() < 0.1:
+                ids = (random.randrange(num_chunks),)
+            for _ in range(random.choice((0, 1, 1, 1, 1, 2))):
+                is_at_stop = called.position in stops
+                expected = called.acquire(ids, pin=False)
+                wanted = called.prefetch_candidates(())
+                called.prefetch(wanted)
+                if short.repeats and granted == ids[0]:
+                    short.repeats -= 1
+                    num_passed += 1
+                    assert (expected, wanted, is_at_stop) == (Decision(), (), False)
+                elif short.serve(ids, pin=False):
+                    assert (expected, wanted, is_at_stop) == (Decision(), (), False)
+                    granted = ids[0] if short.grant(ids[0]) else -1
+                else:
+                    assert short.is_at_stop() == is_at_stop
+                    assert short.acquire(ids, pin=False) == expected
+                    assert short.prefetch_candidates(()) == wanted
+                    short.prefetch(wanted)
+                if random.random() < 0.2:  # which ends what was granted
+                    assert (short.counters, short.position) == (called.counters, called.position)
+                    assert short.repeats == 0
+        assert (short.counters, short.position) == (called.counters, called.position)
+        assert short.resident == called.resident
+    assert num_passed > 500
+
+
 def test_the_short_way_is_not_taken_above_the_budget() -> None:
     cache = unit_cache(3, 3)
     for chunk_id in range(3):
