@@ -26,6 +26,11 @@ def send(number: signal.Signals = signal.SIGINT) -> None:
     os.kill(os.getpid(), number)
 
 
+def send_and_wait() -> None:
+    send()
+    time.sleep(5)
+
+
 def test_it_comes_at_the_end() -> None:
     done = []
 
@@ -65,20 +70,20 @@ def test_a_function_is_whole(is_armed: bool, is_inside: bool) -> None:
         done.append(args)
 
     call = deferring(work)
+
+    def inside() -> None:
+        with deferred():
+            call(1, 2)
+            done.append("outer")
+
     if is_armed:
         arm()
     try:
         with pytest.raises(KeyboardInterrupt):
-            if is_inside:
-                with deferred():
-                    call(1, 2)
-                    done.append("outer")
-            else:
-                call(1, 2)
+            inside() if is_inside else call(1, 2)
         assert done == [(1, 2), *(["outer"] if is_inside else [])]
         with pytest.raises(KeyboardInterrupt):  # and from here on they come at once again
-            send()
-            time.sleep(5)
+            send_and_wait()
     finally:
         if is_armed:
             disarm()
@@ -86,15 +91,14 @@ def test_a_function_is_whole(is_armed: bool, is_inside: bool) -> None:
 
 def test_a_function_that_raises_leaves_signals_as_they_were() -> None:
     def work() -> None:
-        raise ValueError
+        raise ValueError("inside")
 
     arm()
     try:
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="inside"):
             deferring(work)()
         with pytest.raises(KeyboardInterrupt):
-            send()
-            time.sleep(5)
+            send_and_wait()
     finally:
         disarm()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,8 @@ from peers.torch_systems import device_of, one_process
 
 FEW_TOKENS = 16
 """So few that the device never keeps the host waiting."""
+
+_NUM_FUNCTIONS = 60  # of the profile
 
 _FEW_STEPS_EACH = 5  # steps of few tokens for each step of the job's
 
@@ -72,12 +76,39 @@ def _measure(steps: Mapping[str, ManualStep], data: Sequence[torch.Tensor], warm
     }
 
 
+def _calls(step: ManualStep, data: Sequence[torch.Tensor]) -> dict[str, tuple[float, float]]:
+    """Calls and processor seconds of each function (without what it calls) in a step, by file, line and name."""
+    profile = cProfile.Profile(time.thread_time)
+    profile.enable()
+    for tokens in data:
+        step(tokens)
+    profile.disable()
+    found = pstats.Stats(profile).strip_dirs().stats  # type: ignore[attr-defined]
+    return {
+        f"{file}:{line} {name}": (calls / len(data), seconds / len(data))
+        for (file, line, name), (_, calls, seconds, *_) in found.items()
+    }
+
+
+def _more_calls(steps: Mapping[str, ManualStep], data: Sequence[torch.Tensor]) -> list[tuple[str, float, float]]:
+    """What functions are called more often in a step with hooks than without, or less, and what they take: those with
+    the largest difference of seconds, of which a profile makes more than there is."""
+    calls = {name: _calls(step, data) for name, step in steps.items()}
+    none = (0.0, 0.0)
+    more = [
+        (function, *(b - a for a, b in zip(*(calls[name].get(function, none) for name in steps), strict=True)))
+        for function in {*calls["resident"], *calls["hooked"]}
+    ]
+    return sorted(more, key=lambda row: -abs(row[2]))[:_NUM_FUNCTIONS]
+
+
 def run_hooks(job: Job) -> dict[str, Any]:
     """Both plans, with the job's tokens and with few.
 
     `hook_s` is how much more processor time the host takes for a step of few tokens with hooks (of the smallest tenth
     each), and `share` what that is of a whole step. That step's backward runs on the same thread as its forward: with a
     thread of autograd's own, the clocks of threads have steps of 10 ms, and the two wait for the interpreter by turns.
+    `functions`, of the same steps under a profile: name, calls and seconds more with hooks than without.
     """
     one_process(job)
     device, dtype = device_of(job), getattr(torch, job.dtype)
@@ -92,12 +123,14 @@ def run_hooks(job: Job) -> dict[str, Any]:
         num_few = job.warmup + _FEW_STEPS_EACH * job.steps
         for name, found in _measure(steps, batches(few, num_few, 0, device), job.warmup).items():
             result[name]["few_tokens"] = found
+        functions = _more_calls(steps, batches(few, 5, 0, device))
     for step in steps.values():
         step.close()
     resident, hooked = result["resident"], result["hooked"]
     hook_s = hooked["few_tokens"]["main_thread_low_s"] - resident["few_tokens"]["main_thread_low_s"]
     return {
         **result,
+        "functions": functions,
         "hook_s": hook_s,
         "share": hook_s / resident["median_step_s"],
         "step_ratio": hooked["median_step_s"] / resident["median_step_s"],
