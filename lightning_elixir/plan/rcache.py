@@ -79,7 +79,7 @@ class RCache:
         self._full_budget = 0
         self._stops: Sequence[int] = ()  # positions at which `serve` serves nothing, ascending
         self.repeats = 0
-        """How many further accesses of just the one chunk that `grant` was called for need no call: for each that comes,
+        """How many more accesses of just the one chunk that `grant` was called for need no call. For each that comes,
         one is taken off here, and it counts as `serve` would have counted it. 0 once anything else is called."""
         self._granted = 0  # `repeats` at first
         self.peak_blocks = 0

@@ -385,7 +385,7 @@ class SavedTensors:
         if tensor.layout is not _STRIDED or tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
             return None
         at = offset if dtype is chunk.dtype else int(offset) * dtype.itemsize // chunk.dtype.itemsize
-        index = chunk.index_at.get(at)  # where a member begins, as nearly always
+        index = chunk.index_at.get(int(at))  # where a member begins, as nearly always
         if index is None:
             index = chunk.member_at(int(at))
         member = chunk.parameters[index]
@@ -436,15 +436,12 @@ class SavedTensors:
             if (tensor._version if type(tensor) in _PLAIN else _version_of(tensor)) != version:
                 raise RuntimeError(_overwritten(packed))
         elif kind is PackedTensor:
-            chunk, size, stride, offset, dtype, index, version = packed
             rcache = self._rcache
-            if chunk is self._at_hand and rcache is not None and rcache.repeats and self._at_hand_in == get_ident():
+            is_at_hand = packed.chunk is self._at_hand and self._at_hand_in == get_ident()
+            if is_at_hand and rcache is not None and rcache.repeats:
                 rcache.repeats -= 1
-                member = chunk.parameters[index]
-                if type(member) is nn.Parameter and member._version == version and dtype is chunk.dtype:
-                    return chunk.flat.as_strided(size, stride, offset)  # as `_made` does
                 return _made(packed)
-            tensor = self._need(chunk, _made, packed)
+            tensor = self._need(packed.chunk, _made, packed)
         elif kind is PackedShell:
             tensor = self.unpacked(packed)
         return tensor
