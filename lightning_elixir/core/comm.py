@@ -57,6 +57,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_elixir.core.labels import label
 from lightning_elixir.core.peers import Process, Roster, Watch
 from lightning_elixir.core.shared_messages import Message, SharedMessages, open_shared_messages
 from lightning_elixir.core.storages import storage_use_count
@@ -535,7 +536,7 @@ class GroupComm:
         return pieces
 
     def exchange(self, message: Sequence[int], call: Call = SETUP) -> list[list[int]]:
-        with self.collective(call):
+        with self.collective(call), label("wait for ranks"):
             return self._exchange(message)
 
     def _exchange(self, message: Sequence[int]) -> list[list[int]]:

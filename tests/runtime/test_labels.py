@@ -8,6 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
 
 WIDTH = 32
@@ -45,3 +46,19 @@ def test_a_trace_says_which_chunk_was_fetched_and_waited_for(prefetch: bool) -> 
     else:
         assert [name.split()[-1] for name in demanded] == fetched
     module.close()
+
+
+def waits_for_ranks() -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+    module = ElixirModule(model, make_plan(model, placement_policy="cpu", chunk_size=WIDTH * WIDTH * 4, world_size=2))
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        optimizer.backward(module(torch.ones(4, WIDTH)).square().mean())
+        optimizer.step()
+    module.close()
+    return [e.name for e in trace.events() if e.name == "elixir: wait for ranks"]
+
+
+def test_a_trace_says_where_ranks_are_waited_for() -> None:
+    assert all(len(found) > 4 for found in run_ranks(waits_for_ranks, 2))
