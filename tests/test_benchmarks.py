@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,7 +33,8 @@ def placements() -> Iterator[ModuleType]:
 
 
 def _run(name: str, predicted_s: float, measured_s: float) -> dict[str, Any]:
-    return {"name": name, "predicted": {"total_s": predicted_s}, "measured_s": measured_s}
+    steps = [{"step_s": measured_s}]
+    return {"name": name, "predicted": {"total_s": predicted_s}, "measured_s": measured_s, "steps": steps}
 
 
 def test_placements_are_compared(placements: ModuleType) -> None:
@@ -45,6 +47,22 @@ def test_placements_are_compared(placements: ModuleType) -> None:
     assert found["pairs"] == 5  # "auto" and "a" are too close to have an order
     assert found["pairs_in_wrong_order"] == [("b", "c")]
     assert placements.compared(runs[1:]) == {} == placements.compared(runs[:1])
+
+
+def test_the_best_by_hand_is_chosen_by_other_rounds_than_those_that_it_is_judged_by(placements: ModuleType) -> None:
+    """In the first and third round "lucky" was fast; those between show that it is not. "slow" was out of question."""
+    times = {"auto": [1.0, 1.01, 1.0, 1.01], "lucky": [0.8, 1.3, 0.8, 1.3], "even": [0.9, 0.9, 0.9, 0.9], "slow": [2.0]}
+    runs = [
+        _run(name, 1.0, seconds[0]) | {"again": [_run(name, 1.0, s) for s in seconds[1:]]}
+        if seconds[1:]
+        else _run(name, 1.0, seconds[0])
+        for name, seconds in times.items()
+    ]
+    found = placements.compared(runs)
+    assert (found["by_hand"], found["best_by_hand"]) == (3, "lucky")
+    assert found["auto_over_best"] == pytest.approx(1.01 / 1.3)
+    assert placements.seconds_of(runs[1]) == pytest.approx(1.05)
+    assert placements.contenders({run["name"]: run for run in runs}) == ["auto", "lucky"]
 
 
 def _output_of(*command: object) -> str:
@@ -68,8 +86,9 @@ def test_placements_by_hand_are_tried_in_one_engine_and_simulated_again(placemen
     for run in runs:
         assert placements.simulated_again(found, run).times.total_s == pytest.approx(run["predicted"]["total_s"])
         assert 0 < run["steps"][0]["backward_s"] <= run["steps"][0]["step_s"]
-        both = [run["steps"], run["again"][0]["steps"]]
-        assert run["measured_s"] == pytest.approx(min(sum(one["step_s"] for one in steps) for steps in both))
+        rounds = [run["steps"], *(again["steps"] for again in run.get("again", ()))]
+        assert run["measured_s"] == pytest.approx(statistics.median(steps[0]["step_s"] for steps in rounds))
+    assert len(runs[0]["again"]) == 3
     assert found["limits"][0]["compared"]["by_hand"] == len(places)
     shown = _output_of(FOLDER / "placements.py", "--simulate", out)
     assert all(run["name"] in shown for run in runs)
