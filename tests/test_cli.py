@@ -34,6 +34,8 @@ from lightning_elixir.cli.wording import in_options, size_of, speaking_of_option
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec, load_hardware, save_hardware
 from lightning_elixir.plan.io import load_plan, plan_from_dict
+from lightning_elixir.plan.sharding import describe_sharding
+from lightning_elixir.plan.units import format_bytes, format_seconds
 from lightning_elixir.profiling.disturbance import CoreWatch
 from lightning_elixir.profiling.measured_hardware import FoundHardware, HardwareProbe
 from lightning_elixir.profiling.stopwatch import Stopwatch
@@ -901,13 +903,36 @@ def test_table_of_scaling(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3].startswith("| 4 | 8 | sharded over ")
     assert "copies: " in lines[3]
     assert lines[-1].startswith(("From 8 GPUs on", "Up to 8 GPUs"))
+    assert main([*GPT, *HOSTS, "--scaling", "1", "4", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["fits"] is True
+    assert content["pays_no_more_from_gpus"] == (8 if lines[-1].startswith("From") else None)
+    for row, line in zip(content["rows"], lines[2:4], strict=True):
+        plan = plan_from_dict(row["plan"])
+        cells = [str(row["hosts"]), str(row["gpus"]), describe_sharding(plan.mesh), format_seconds(row["step_s"])]
+        assert line.startswith(f"| {' | '.join(cells)} |")
+        assert f"| {row['samples_per_s']:.4g} | {row['share_of_first']:.0%} |" in line
+        assert plan.world_size == row["gpus"]
+        assert row["share_of_first"] == content["rows"][0]["step_s"] / row["step_s"]
+
+
+def test_scaling_of_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    little = ["--gpu-memory", "1KiB", "--cpu-memory", "1KiB"]
+    assert main([*GPT, *HOSTS, *little, "--scaling", "1", "2", "--json"]) == 1
+    content = json.loads(capsys.readouterr().out)
+    assert (content["fits"], content["pays_no_more_from_gpus"]) == (False, None)
+    assert [(row["gpus"], row["fits"], row["share_of_first"]) for row in content["rows"]] == [
+        (2, False, None),
+        (4, False, None),
+    ]
+    assert all("GPU" in row["reason"] for row in content["rows"])
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
         (["--nodes", "2"], "--network-gb-s and --network-us"),
-        (["--scaling", "2", "--json"], "leave out --json"),
+        (["--scaling", "2", "--save-plan", "plan.json"], "leave out --save-plan"),
         (["--patterns", "--scaling", "2"], "leave out --scaling"),
     ],
 )
@@ -926,6 +951,17 @@ def test_table_of_patterns(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split(" | ")[0] for line in lines[2:5]] == ["| sharding alone", "| tensor 2", "| expert 2"]
     assert lines[-1].startswith("Take ")
     assert all(" 0 s " not in line for line in lines[3:5])  # exchanges are seen
+    assert main([*model, "--gpus", "2", "--patterns", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["fits"] is True
+    assert lines[-1] == f"Take {content['why']}."
+    sizes = [(way["tensor_parallel_size"], way["expert_parallel_size"]) for way in content["ways"]]
+    assert sizes[:3] == [(1, 1), (2, 1), (1, 2)]
+    assert tuple(content["take"].values()) in sizes
+    for way, line in zip(content["ways"], lines[2:-2], strict=True):
+        times = [format_seconds(way[name]) for name in ("step_s", "exchange_s", "micro_batch_s")]
+        memory = [format_bytes(way[name]) for name in ("gpu_bytes", "host_bytes")]
+        assert line.endswith(f"| {' | '.join([*times, *memory])} |")
 
 
 def test_activations_beside_patterns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -944,3 +980,8 @@ def test_activations_beside_patterns(capsys: pytest.CaptureFixture[str]) -> None
     little = ["--gpu-memory", "1KiB", "--cpu-memory", "1KiB"]
     assert main([*model, *little, "--gpus", "2", "--patterns"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "Nothing fits."
+    assert main([*model, *little, "--gpus", "2", "--patterns", "--json"]) == 1
+    content = json.loads(capsys.readouterr().out)
+    assert (content["fits"], content["take"], content["why"]) == (False, None, "nothing fits")
+    assert [way["fits"] for way in content["ways"]] == [False] * 3
+    assert [way["reason"] for way in content["ways"][:2]] == ["does not fit"] * 2

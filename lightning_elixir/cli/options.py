@@ -222,7 +222,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--save-plan", metavar="FILE.json", help="for ElixirStrategy(plan=...)")
     group.add_argument("--html", metavar="FILE.html", help="the report, with pictures of memory, chunks and time")
-    group.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
+    group.add_argument("--json", action="store_true", help="print everything as JSON instead of tables (not --fits)")
     group.add_argument(
         "--fits",
         nargs="+",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from contextlib import ExitStack
 
 from torch import nn
 
-from lightning_elixir.cli.plan import machine_for, place, study
+from lightning_elixir.cli.plan import machine_for, place, refusal_of, study
 from lightning_elixir.cli.transformers_subject import check_name
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.apply import exchanges_of, put_in
@@ -17,11 +18,11 @@ from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.units import format_bytes, format_seconds
 from lightning_elixir.plan.weighing import Exchanged, Way, advise, meshes_to_weigh, way_of, weigh
 
-_NOT_IN_TABLE = ("fits", "scaling", "module", "save_plan", "html", "json")
+_NOT_IN_TABLE = ("fits", "scaling", "module", "save_plan", "html")
 
 
 def print_patterns(options: argparse.Namespace) -> int:
-    """Print what each way takes, and which to choose, in Markdown.
+    """Print what each way takes, and which to choose, in Markdown or with --json as JSON.
 
     Returns:
         The exit code: 1 if nothing fits.
@@ -38,6 +39,11 @@ def print_patterns(options: argparse.Namespace) -> int:
     meshes = meshes_to_weigh(options.gpus * options.nodes, options.nodes)
     ways = weigh(meshes, lambda mesh: _way(mesh, options))
     best, why = advise(ways)
+    if options.json:
+        take = None if best is None else _sizes(best)
+        content = {"fits": best is not None, "take": take, "why": why}
+        sys.stdout.write(json.dumps({**content, "ways": [_content(way) for way in ways]}, indent=1) + "\n")
+        return 0 if best is not None else 1
     lines = ["| way | step | of it for exchanges | for a micro-batch | GPU | host |", f"{'| --- ' * 6}|"]
     lines += [_line(way) for way in ways]
     sys.stdout.write("\n".join([*lines, "", f"Take {why}." if best else f"{why.capitalize()}."]) + "\n")
@@ -58,6 +64,27 @@ def _way(mesh: Mesh, options: argparse.Namespace) -> Way:
         subject, profile = study(options, cut)
         found = place(subject, profile, machine, options, mesh)
     return way_of(found.plan, found.step_s, exchanges, machine.hardware, options.accumulate)
+
+
+def _sizes(way: Way) -> dict[str, object]:
+    """As options of the strategy."""
+    return {"tensor_parallel_size": way.mesh.tensor, "expert_parallel_size": way.mesh.expert}
+
+
+def _content(way: Way) -> dict[str, object]:
+    sizes = {**_sizes(way), "copies": way.mesh.copies}
+    if way.step_s is None:
+        return {**sizes, **refusal_of(way.refusal)}
+    return {
+        **sizes,
+        "fits": True,
+        "step_s": way.step_s + way.exchange_s,
+        "exchange_s": way.exchange_s,
+        "micro_batch_s": way.batch_s,
+        "gpu_bytes": way.peak_gpu_bytes,
+        "host_bytes": way.host_bytes,
+        "sharding": way.sharding or None,
+    }
 
 
 def _line(way: Way) -> str:

@@ -109,7 +109,7 @@ def run_plan(options: argparse.Namespace) -> int:
     except CapacityError as error:
         reason = f"{error}{_with_fused_operators(options, error)}"
         if options.json:
-            sys.stdout.write(json.dumps({"fits": False, "reason": reason}) + "\n")
+            sys.stdout.write(json.dumps(refusal_of(reason)) + "\n")
         else:
             console = Console(stderr=True, soft_wrap=True, highlight=False)
             console.print(f"[bold red]It does not fit.[/] {escape(reason)}")
@@ -120,7 +120,7 @@ def run_plan(options: argparse.Namespace) -> int:
         page = render_report(_report_data(found, options))
         _written(options.html, lambda path: path.write_text(page, encoding="utf-8"))
     if options.json:
-        sys.stdout.write(json.dumps(_content(found), indent=1) + "\n")
+        sys.stdout.write(json.dumps(content_of(found), indent=1) + "\n")
     else:
         print_plan(found, options)
     return 0
@@ -390,7 +390,12 @@ def _report_data(found: Found, options: argparse.Namespace) -> ReportData:
     )
 
 
-def _content(found: Found) -> dict[str, object]:
+def refusal_of(reason: str) -> dict[str, object]:
+    """What `--json` says of a machine that is too small."""
+    return {"fits": False, "reason": reason}
+
+
+def content_of(found: Found) -> dict[str, object]:
     """Everything, for `--json`."""
     profile, step_s = found.profile, found.step_s
     return {
