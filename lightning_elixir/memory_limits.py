@@ -104,11 +104,12 @@ class RankMemory:
     """Free on the disk that states may go to."""
     has_growing_segments: bool
     """As in `Budget`."""
+    limits: MemoryLimits
+    """The user's, of this rank and its host."""
 
 
 def common_budget(
     by_rank: Sequence[RankMemory],
-    limits: MemoryLimits,
     words: DeviceWords,
     *,
     is_begun: bool = False,
@@ -118,7 +119,6 @@ def common_budget(
 
     Args:
         by_rank: What each of them sees.
-        limits: The user's.
         words: Of the device, for refusals.
         is_begun: As for `host_share`.
         part_of: This model's part of a memory that several share.
@@ -128,10 +128,9 @@ def common_budget(
         ranks = [memory for memory in by_rank if memory.host == host]
         free = min(m.host_bytes for m in ranks) + sum(m.own_bytes for m in ranks)
         parts.append(free // len(ranks))
-        shares.append(host_share(free, len(ranks), limits.cpu_bytes, is_begun=is_begun))
-    device = [m.device_bytes for m in by_rank if m.device_bytes is not None]
-    if limits.gpu_bytes is not None:
-        device.append(limits.gpu_bytes)
+        limit = min((m.limits.cpu_bytes for m in ranks if m.limits.cpu_bytes is not None), default=None)
+        shares.append(host_share(free, len(ranks), limit, is_begun=is_begun))
+    device = [nbytes for m in by_rank for nbytes in (m.device_bytes, m.limits.gpu_bytes) if nbytes is not None]
     on_disk = [m.nvme_bytes // sum(n.host == m.host for n in by_rank) for m in by_rank]
     cpu, spare = (part_of(min(share)) for share in zip(*shares, strict=True))
     return Budget(
@@ -142,7 +141,7 @@ def common_budget(
         spare_cpu_bytes=spare,
         words=words,
         has_growing_segments=all(m.has_growing_segments for m in by_rank),
-        reserve_bytes=part_of(min(parts)) - cpu if limits.cpu_bytes is None else 0,
+        reserve_bytes=0 if any(m.limits.cpu_bytes is not None for m in by_rank) else part_of(min(parts)) - cpu,
     )
 
 
@@ -338,10 +337,11 @@ class LimitedModule:
             current_device_memory_bytes(engine.device.torch_device),
             0 if self.nvme_folder is None else shutil.disk_usage(self.nvme_folder).free,
             segments_grow(engine.device.torch_device),
+            limits,
         )
         is_cpu = engine.device.torch_device.type == "cpu"
         words = DeviceWords.of("gpu", "cpu", is_cpu=is_cpu, is_host_limited=limits.cpu_bytes is not None)
-        budget = common_budget(engine.comm.exchange_objects(own), limits, words, is_begun=True)
+        budget = common_budget(engine.comm.exchange_objects(own), words, is_begun=True)
         if not self.regime.can_stream:
             budget = replace(budget, nvme_bytes=0)
         seen = 0 if is_cpu else max(engine.comm.exchange_objects(engine.peak_non_model_bytes_seen))

@@ -268,16 +268,16 @@ class Planner:
             current_device_memory_bytes(self._device),
             self._free_nvme_bytes(),
             segments_grow(self._device),
+            self._limits_with(limits or MemoryLimits()),
         )
-        within = self._limits_with(limits or MemoryLimits())
+        by_rank: list[RankMemory] = self.comm.exchange_objects(own)
         words = DeviceWords.of(
             "gpu_memory_limit",
             "cpu_memory_limit",
             is_cpu=self._device.type == "cpu",
-            is_host_limited=within.cpu_bytes is not None,
+            is_host_limited=any(memory.limits.cpu_bytes is not None for memory in by_rank),
         )
-        by_rank: list[RankMemory] = self.comm.exchange_objects(own)
-        found = common_budget(by_rank, within, words, is_begun=earlier is not None, part_of=self._neighbours.part_of)
+        found = common_budget(by_rank, words, is_begun=earlier is not None, part_of=self._neighbours.part_of)
         if earlier is None:
             return found
         found = replace(found, nvme_bytes=earlier.nvme_bytes)

@@ -353,9 +353,21 @@ def test_ranks_with_other_limits() -> None:
 
 
 def test_all_ranks_leave_room_for_the_gaps_of_one_whose_segments_keep_their_sizes() -> None:
-    ranks = [RankMemory("host", 2**36, 0, 2**34, 0, has_growing_segments=grow) for grow in (True, False)]
-    assert common_budget(ranks[:1], MemoryLimits(), DeviceWords()).has_growing_segments
-    assert not common_budget(ranks, MemoryLimits(), DeviceWords()).has_growing_segments
+    none = MemoryLimits()
+    ranks = [RankMemory("host", 2**36, 0, 2**34, 0, has_growing_segments=grow, limits=none) for grow in (True, False)]
+    assert common_budget(ranks[:1], DeviceWords()).has_growing_segments
+    assert not common_budget(ranks, DeviceWords()).has_growing_segments
+
+
+def test_limits_of_one_host_hold_for_all() -> None:
+    """Of two hosts with two ranks each the second is limited; what is free on the first, less its reserve, is less."""
+    first, second = MemoryLimits(), MemoryLimits(gpu_bytes=2**30, cpu_bytes=2**35)
+    hosts = [("first", 2**34, first)] * 2 + [("second", 2**40, second)] * 2
+    ranks = [RankMemory(name, free, 0, 2**34, 0, True, limits) for name, free, limits in hosts]
+    found, alone = common_budget(ranks, DeviceWords()), common_budget(ranks[:2], DeviceWords())
+    assert (found.gpu_bytes, found.cpu_bytes) == (2**30, alone.cpu_bytes)
+    assert found.reserve_bytes == 0
+    assert common_budget(ranks[2:], DeviceWords()).cpu_bytes == 2**34
 
 
 def test_between_steps_only() -> None:

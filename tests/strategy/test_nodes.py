@@ -7,6 +7,7 @@ a namespace, where the system lets this user make one, else Python alone is told
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,10 @@ from lightning_elixir._lightning import LightningModule, Trainer
 from lightning_elixir.core import lifelines, peers
 from lightning_elixir.errors import PeerLostError, PlanError
 from lightning_elixir.patterns import Column, Row
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.types import Tier
+from lightning_elixir.storage.nvme import scratch
+from lightning_elixir.strategy import shared_plans
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers import processes
 from tests.helpers.dist import RankError, run_ranks
@@ -129,6 +135,76 @@ def test_nodes_train_as_one_process_and_share_their_own_memory(nodes: int, per_n
     runs = run_ranks(fit, nodes * per_node, nodes, per_node, tensor, init_group=False)
     assert difference(runs[0][0], plain.state_dict()) < 1e-6
     assert {cpu_bytes for _, cpu_bytes, _ in runs} == {64 * 2**20 // per_node}
+
+
+class OnSharedDisk(Model):
+    """While it trains, another program begins to use the folder, which removes what dead ones have left there."""
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        assert scratch.remove_stale(Path("shared")) == []
+
+
+def fit_beside(first: dict[str, int], second: dict[str, int]) -> tuple[dict[str, Tensor], int, set[Tier], set[str]]:
+    """Train on two nodes, whose folder for NVMe is the same; it keeps files' names and knows no locks, as some of those
+    that hosts share, and no host sees the other's processes. Returns the weights, what a rank may use of its
+    host, where states are, and whose files are open.
+
+    Args:
+        first: Of that node, `limit` as `cpu_memory_limit` and what is `free`, in bytes, where they are told.
+        second: Of the other.
+    """
+    node = as_node(1)
+    memory = (first, second)[node]
+    limit = {"cpu_memory_limit": memory["limit"]} if "limit" in memory else {}
+    options = {"gpu_memory_limit": "48KiB", "nvme_offload_dir": "shared", "hardware": NOMINAL, **limit}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scratch, "_host", lambda: f"node{node}")
+        patch.setattr(scratch.ScratchFile, "unlink", lambda file: False)
+        patch.setattr(scratch.fcntl, "flock", _refuse_lock)
+        patch.setattr(scratch.psutil, "pid_exists", lambda number: number == os.getpid())
+        patch.setattr(shared_plans, "available_host_bytes", lambda: memory.get("free", 2**36))
+        strategy = ElixirStrategy(chunk_size="4KiB", **options)
+        sampler = DistributedSampler(DATA, num_replicas=2, rank=node, shuffle=False)
+        model = OnSharedDisk()
+        trainer_of(strategy, 1, 2).fit(model, DataLoader(DATA, batch_size=6, sampler=sampler))
+        named = {path.name for path in Path("shared").glob("*")}
+        opened = {os.path.basename(os.readlink(path)) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+        state = {k: v.clone() for k, v in strategy.lightning_module_state_dict().items()}
+        tiers = {chunk.optim_tier for chunk in strategy.plan.chunks}
+        handle = EngineHandle.of(model)
+        assert handle is not None
+        handle.engine.close()
+    return state, handle.budget.cpu_bytes or 0, tiers, named & opened
+
+
+def _refuse_lock(*arguments: Any) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+NOMINAL = replace(HardwareSpec.nominal(), nvme_read_bytes_per_s=2e9, nvme_write_bytes_per_s=2e9)
+LITTLE = 100 * 2**10
+MODEL_BYTES = 24 * (16 + 1) * 16 * 4  # which chunks take the place of
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "most"),
+    [
+        pytest.param({"limit": 2**26}, {"limit": LITTLE}, LITTLE, id="limited"),
+        pytest.param({}, {"free": LITTLE - MODEL_BYTES}, LITTLE, id="full"),
+        pytest.param({}, {"limit": 2**26}, 2**26, id="neither"),
+    ],
+)
+def test_plans_hold_on_the_poorest_node(first: dict[str, int], second: dict[str, int], most: int) -> None:
+    """Where one has little memory, states of both are on the disk that they share, each in its own file."""
+    runs = run_ranks(fit_beside, 2, first, second, init_group=False)
+    plain = plain_state(2)
+    assert {name for name in plain if not torch.equal(plain[name], runs[0][0][name])} == set()
+    assert runs[0][1] == runs[1][1]
+    assert most // 2 < runs[0][1] <= most  # of what is free a part is kept back
+    for node, (_, _, tiers, files) in enumerate(runs):
+        assert (Tier.NVME in tiers) == (most == LITTLE)
+        assert [name.startswith(f"elixir-offload-node{node}-") for name in files] == [True] * (most == LITTLE)
+    assert list(Path("shared").glob("*")) == []
 
 
 def uneven() -> None:
