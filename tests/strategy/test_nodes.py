@@ -345,7 +345,7 @@ def _assert_is_plain(folder: Path, nodes: int, per_node: int) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), full(2, 2), full(3, 1), full(3, 2)])
+@pytest.mark.parametrize(("nodes", "per_node"), [full(2, 1), full(2, 2), (3, 1), full(3, 2)])
 def test_torchruns_nodes_give_what_pytorch_gives(nodes: int, per_node: int, tmp_path: Path) -> None:
     port = _free_port()
     calls = [f"run_node({node}, {nodes}, {per_node}, {port}, train, {str(tmp_path)!r})" for node in range(nodes)]
