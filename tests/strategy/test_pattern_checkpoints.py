@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -150,20 +151,21 @@ def test_saved_under_one_mesh_and_loaded_under_another(
     assert difference(found, expected) < CLOSE
 
 
-@pytest.mark.full  # four ranks
-def test_plain_pytorch_and_consolidation_read_what_a_2x2_mesh_has_saved(tmp_path: Path) -> None:
-    whole, folder = str(tmp_path / "whole.ckpt"), tmp_path / "folder"
-    run_ranks(_both_kinds, 4, whole, str(folder), init_group=False)
-    expected = fit((1, 1), 2, None, str(tmp_path / "plain.ckpt"), plain=True)
-    saved = torch.load(whole, weights_only=False)
-    plain = torch.load(tmp_path / "plain.ckpt", weights_only=False)
+@pytest.mark.parametrize("mesh", [(2, 1), full((1, 2)), full((2, 2))], ids=str)
+def test_plain_pytorch_and_consolidation_read_what_a_mesh_has_saved(mesh: tuple[int, int], tmp_path: Path) -> None:
+    """And the mesh goes on from what plain PyTorch has saved."""
+    plain, whole, folder = str(tmp_path / "plain.ckpt"), str(tmp_path / "whole.ckpt"), tmp_path / "folder"
+    expected = fit((1, 1), 2, None, plain, plain=True)
+    further = run_ranks(_both_kinds, math.prod(mesh), mesh, plain, whole, str(folder), init_group=False)[0]
+    saved, theirs = (torch.load(path, weights_only=False) for path in (whole, plain))
     assert difference(saved["state_dict"], expected) < CLOSE
-    ours, theirs = saved["optimizer_states"][0]["state"], plain["optimizer_states"][0]["state"]
+    ours, theirs = saved["optimizer_states"][0]["state"], theirs["optimizer_states"][0]["state"]
     assert ours.keys() == theirs.keys()
     for number, state in ours.items():
         assert (state["exp_avg"] - theirs[number]["exp_avg"]).abs().max() < CLOSE
-    found = fit((1, 1), 4, whole, None, plain=True)  # goes on in plain PyTorch
-    assert difference(found, fit((1, 1), 4, str(tmp_path / "plain.ckpt"), None, plain=True)) < CLOSE
+    expected = fit((1, 1), 4, plain, None, plain=True)
+    assert difference(further, expected) < CLOSE
+    assert difference(fit((1, 1), 4, whole, None, plain=True), expected) < CLOSE
     consolidate(folder, tmp_path / "one.ckpt", max_file_bytes=2**30)
     one = torch.load(tmp_path / "one.ckpt", weights_only=False)
     assert difference(one["state_dict"], saved["state_dict"]) == 0
@@ -171,9 +173,12 @@ def test_plain_pytorch_and_consolidation_read_what_a_2x2_mesh_has_saved(tmp_path
     model.load_state_dict({k.removeprefix("net."): v for k, v in one["state_dict"].items()})
 
 
-def _both_kinds(whole: str, folder: str) -> None:
+def _both_kinds(mesh: tuple[int, int], plain: str, whole: str, folder: str) -> dict[str, Tensor]:
+    """Save two steps in either way; returns the whole model after two more than `plain` has."""
     place.cache_clear()
     environment = dict(os.environ)
-    fit((2, 2), 2, None, whole)
+    fit(mesh, 2, None, whole)
     os.environ.update(environment)
-    fit((2, 2), 2, None, folder, sharded=True)
+    fit(mesh, 2, None, folder, sharded=True)
+    os.environ.update(environment)
+    return fit(mesh, 4, plain, None)
