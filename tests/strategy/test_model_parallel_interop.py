@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_elixir._lightning import Trainer, pl
 from lightning_elixir.cli import main
@@ -27,9 +28,9 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class MeshNet(LateNet):
-    """`fully_shard` where there is a mesh, and all that a checkpoint of FSDP2 can hold: two parameter groups, neither
-    of which has the model's order, a schedule by steps, a buffer that changes and a frozen parameter. No
-    dropout, for `ModelParallelStrategy` saves no random states."""
+    """`fully_shard` where there is a mesh, layers that ranks share where it has such an axis, and all that a checkpoint
+    of FSDP2 can hold: two parameter groups, neither of which has the model's order, a schedule by steps, a buffer that
+    changes and a frozen parameter. No dropout, for `ModelParallelStrategy` saves no random states."""
 
     def configure_model(self) -> None:
         if hasattr(self, "layers"):
@@ -41,6 +42,9 @@ class MeshNet(LateNet):
         self.layers[1].up.weight.requires_grad_(False)
         self.register_buffer("num_calls", torch.zeros(()))
         mesh: Any = self._device_mesh
+        if mesh is not None and mesh["tensor_parallel"].size() > 1:
+            for layer in self.layers[:-1]:
+                parallelize_module(layer, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         if isinstance(mesh, DeviceMesh):  # no chunks take the place of this
             for layer in self.layers:
                 fully_shard(layer, mesh=mesh["data_parallel"])
@@ -84,11 +88,12 @@ class Left:
     """Epoch, step, and what schedules say."""
 
 
-def _strategy(who: str, num_ranks: int, is_sharded: bool) -> Any:
+def _strategy(who: str, num_ranks: int, tensor: int, is_sharded: bool) -> Any:
     if who == "ours":
-        return ElixirStrategy(**TIGHT, state_dict_type="sharded" if is_sharded else "full")
+        kind = "sharded" if is_sharded else "full"
+        return ElixirStrategy(**TIGHT, tensor_parallel_size=tensor, state_dict_type=kind)
     return pl.strategies.ModelParallelStrategy(
-        data_parallel_size=num_ranks, tensor_parallel_size=1, save_distributed_checkpoint=is_sharded
+        data_parallel_size=num_ranks // tensor, tensor_parallel_size=tensor, save_distributed_checkpoint=is_sharded
     )
 
 
@@ -97,6 +102,7 @@ def _train(
     model_class: type[MeshNet],
     optimizer: str,
     num_ranks: int,
+    tensor: int,
     folder: Path,
     path: Path | None,
     is_sharded: bool,
@@ -107,14 +113,14 @@ def _train(
     model = model_class(optimizer)
     callback = pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     trainer = make_trainer(
-        _strategy(who, num_ranks, is_sharded),
+        _strategy(who, num_ranks, tensor, is_sharded),
         max_epochs=2,
         devices=num_ranks,
         callbacks=[callback],
         enable_checkpointing=True,
         **more,
     )
-    trainer.fit(model, Batches(num_ranks), ckpt_path=None if path is None else str(path))
+    trainer.fit(model, Batches(num_ranks // tensor), ckpt_path=None if path is None else str(path))
     return vars(Left([x.item() for x in model.losses], *_values(trainer), _place(trainer)))
 
 
@@ -141,7 +147,14 @@ def _place(trainer: Trainer) -> tuple[int, int, list[Any]]:
 
 
 def _runs(
-    tmp_path: Path, saver: str, loader: str, num_ranks: int, kind: str, optimizer: str = "adamw", **more: Any
+    tmp_path: Path,
+    saver: str,
+    loader: str,
+    num_ranks: int,
+    kind: str,
+    optimizer: str = "adamw",
+    tensor: int = 1,
+    **more: Any,
 ) -> list[Any]:
     """Of a run that is not interrupted, of the run that goes on from one of its checkpoints, and of another strategy
     that does: what they left, for every rank."""
@@ -152,7 +165,7 @@ def _runs(
 
     def train(who: str, folder: str, path: Path | None, is_sharded: bool) -> Any:
         name = optimizer if who == "ours" else "adamw"
-        arguments = (who, model_class, name, num_ranks, tmp_path / folder, path, is_sharded, more)
+        arguments = (who, model_class, name, num_ranks, tensor, tmp_path / folder, path, is_sharded, more)
         return run_ranks(_train, num_ranks, *arguments, init_group=False)
 
     whole = train(saver, "saved", None, kind != "full")
@@ -207,6 +220,8 @@ _ELSEWHERE = pytest.mark.filterwarnings("ignore:The dirpath has changed")
         full(1, "consolidated", {}),
         full(1, "full", {"accumulate_grad_batches": 2}),
         full(2, "full", {}),
+        full(2, "sharded", {"tensor": 2}),
+        full(2, "full", {"tensor": 2}),
     ],
     ids=str,
 )
