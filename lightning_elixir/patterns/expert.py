@@ -32,7 +32,9 @@ class Expert(ParallelPattern):
     the experts' weights `[n, k]`; it returns `[n, width]`, the sum over a token's experts of what each makes of the
     token with its weight. transformers' experts (Mixtral, Qwen3-MoE and others) are such modules. Each rank calls it
     with what has come to it and `k` 1, with its own experts numbered from 0. Some ranks may get no tokens at all. What
-    it returns is given the dtype of the tokens. Where peft has put LoRA over such parameters, adapters go with them.
+    it makes of a token must not depend on the others, which come from several ranks: a capacity belongs to the router.
+    What it returns is given the dtype of the tokens. Where peft has put LoRA over such parameters, adapters go with
+    them.
     """
 
     axis = "expert"

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_elixir.patterns import Column, Expert, Row, Sequence, Vocabulary
 from lightning_elixir.patterns.apply import put_in
@@ -27,7 +28,17 @@ from lightning_elixir.runtime.averages import Averages
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.once import computed_once
-from tests.helpers.patterns import IN_PARTS, Case, Language, check_equal, difference, train_plain, train_ranks
+from tests.helpers.patterns import (
+    EXPERTS,
+    IN_PARTS,
+    Case,
+    Language,
+    Mixture,
+    check_equal,
+    difference,
+    train_plain,
+    train_ranks,
+)
 from tests.helpers.plans import make_plan
 from tests.helpers.ranks import sent_up
 from tests.helpers.tiers import telling
@@ -151,6 +162,30 @@ def test_sequences_in_parts() -> None:
         assert run[0] == pytest.approx(losses, abs=CLOSE)
         assert run[1] == pytest.approx(norms, abs=CLOSE)
         assert difference(run[2], state) < CLOSE
+
+
+class Dropping(Mixture):
+    """Each expert has room for its share of a rank's tokens; the router leaves out the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, numbers = self.gate(tokens).float().softmax(-1).topk(2, dim=-1)
+        chosen = functional.one_hot(numbers.flatten(), EXPERTS)
+        has_room = ((chosen.cumsum(0) * chosen).sum(1) <= numbers.numel() // EXPERTS).view_as(numbers)
+        assert not has_room.all()
+        return self.experts(tokens, numbers, (weights * has_room).to(tokens.dtype)).view(x.shape)
+
+
+class WithCapacity(Case):
+    def make(self) -> Language:
+        model = super().make()
+        model.layers[1].feed = Dropping(is_gated=False)
+        return model
+
+
+def test_a_capacity_that_the_router_keeps() -> None:
+    case = WithCapacity(expert=2, plan=TIGHT)
+    check_equal(run_ranks(train_ranks, 2, case), train_plain(case, 2), CLOSE)
 
 
 class Chain(nn.Module):
