@@ -10,7 +10,8 @@ A rank has room for two messages, which it uses in turns. It begins the next but
 one, which others send when they have read this one: so nothing is written over that is still to be read. What is sent
 is there before the number that says so, since x86-64 keeps the order of stores, and of loads; elsewhere gloo is used.
 
-A rank that leaves says so in its own line, and wakes the others. That a process was killed is looked for whenever a
+A rank that leaves says so in its own line, and wakes the others. If it has waited in vain then, its message counts as
+taken back: those that come later must not go on as if all had met. That a process was killed is looked for whenever a
 wait has lasted for its slice.
 """
 
@@ -24,6 +25,7 @@ import platform
 import sys
 import time
 import uuid
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -40,7 +42,8 @@ _SYS_FUTEX = 202  # its number there
 _FUTEX_WAIT, _FUTEX_WAKE, _EVERYONE = 0, 1, 2**31 - 1
 
 _LINE_BYTES = 64  # so that no two ranks write to one line of a cache
-_NUMBER, _HAS_LEFT = 0, 1  # int32 words of a rank's line
+_LEFT = 1  # word of a rank's line, int32, after the number of its last message
+_IN_ORDER, _IN_VAIN = 1, 2  # how it has left; 0: it has not
 _NUM_WORDS = _LINE_BYTES // 4
 _MASK = 2**31 - 1
 
@@ -76,8 +79,10 @@ class SharedMessages:
         self._words = memoryview(memory).cast("i")
         self._integers = memoryview(memory).cast("q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._count = 0
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
+        # One that the garbage collector takes without `leave` sends nothing any more either
+        self._say_left = weakref.finalize(self, _say_left, os.getpid(), self._words, rank, len(processes))
+        self._say_left.atexit = False
 
     @classmethod
     def num_bytes(cls, num_ranks: int) -> int:
@@ -86,17 +91,18 @@ class SharedMessages:
 
     def send(self, values: Sequence[int]) -> Message:
         """Send `values`, int64, to all; no more than there is room for."""
-        before, self._count = self._count, self._count + 1 & _MASK
-        turn = self._count % 2
-        begin = self._place(self._rank, turn)
+        own = self._rank * _NUM_WORDS
+        before = self._words[own]
+        number = before + 1 & _MASK
+        begin = self._place(self._rank, turn := number % 2)
         self._integers[begin : begin + len(values)] = memoryview(array("q", values))
-        self._words[self._rank * _NUM_WORDS + _NUMBER] = self._count
+        self._words[own] = number  # nothing else says that it was sent: where a signal comes before, it was not
         self._wake()
         return Message(self, before, turn)
 
     def leave(self) -> None:
         """Have those that wait for messages which this rank has not sent hear that they will not come."""
-        self._words[self._rank * _NUM_WORDS + _HAS_LEFT] = 1
+        self._say_left()
         self._wake()
 
     # For messages
@@ -106,12 +112,14 @@ class SharedMessages:
         begins = [self._place(rank, turn) for rank in range(len(self._processes))]
         return [self._integers[begin : begin + numel].tolist() for begin in begins]
 
-    def missing(self, before: int) -> int | None:
-        """A rank that has sent no message after that number; None: all have."""
-        for rank in range(len(self._processes)):
-            if self._words[rank * _NUM_WORDS + _NUMBER] == before and rank != self._rank:
-                return rank
-        return None
+    def missing(self, before: int) -> list[int]:
+        """The ranks that have sent no message after that number, or have taken it back."""
+        words, number = self._words, before + 1 & _MASK
+        return [
+            line // _NUM_WORDS
+            for line in range(0, len(self._processes) * _NUM_WORDS, _NUM_WORDS)
+            if words[line] == before or (words[line + _LEFT] == _IN_VAIN and words[line] == number)
+        ]
 
     def sleep(self, rank: int, before: int, longest_s: float) -> None:
         """Until that rank sends something, or leaves; no longer than so many seconds."""
@@ -129,13 +137,13 @@ class SharedMessages:
             is_late: Whether to look for its process, too.
         """
         why = ""
-        if self._words[rank * _NUM_WORDS + _HAS_LEFT]:
+        if self._words[rank * _NUM_WORDS + _LEFT]:
             why = f"rank {rank} has left"
         elif is_late and self._processes[rank].has_ended():
             why = f"the process of rank {rank} has ended"
         elif self._timeout is not None and waited_s > self._timeout.total_seconds():
             why = f"no message of rank {rank} has come for {waited_s:.0f} s"
-        if why and self.missing(before) is not None:
+        if why and rank in self.missing(before):  # it may have come meanwhile
             raise CollectiveFailed(why)
 
     def _place(self, rank: int, turn: int) -> int:
@@ -146,7 +154,7 @@ class SharedMessages:
 
     def _futex(self, rank: int, operation: int, value: int, longest: Any) -> bool:
         """Returns whether the system has such a thing."""
-        address = ctypes.c_void_p(self._address + rank * _LINE_BYTES + 4 * _NUMBER)
+        address = ctypes.c_void_p(self._address + rank * _LINE_BYTES)
         result = self._syscall(ctypes.c_long(_SYS_FUTEX), address, operation, value, longest, None, 0)
         return result >= 0 or ctypes.get_errno() in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
 
@@ -171,12 +179,13 @@ class Message:
             CollectiveFailed: One of them will not come.
         """
         end_s = time.monotonic() + longest.total_seconds()
-        while (rank := self._messages.missing(self._before)) is not None:
+        while missing := self._messages.missing(self._before):
             now_s = time.monotonic()
-            self._messages.check(rank, self._before, now_s - self._begin_s, is_late=now_s >= end_s)
+            for rank in missing:  # one that is slow does not hide one that is gone
+                self._messages.check(rank, self._before, now_s - self._begin_s, is_late=now_s >= end_s)
             if now_s >= end_s:
                 return False
-            self._messages.sleep(rank, self._before, end_s - now_s)
+            self._messages.sleep(missing[0], self._before, end_s - now_s)
         return True
 
     def rows(self, numel: int) -> list[list[int]]:
@@ -211,11 +220,20 @@ def open_shared_messages(
         if own is None:
             with suppress(OSError):
                 memory = _mapped(path, num_bytes, is_new=False)
-        have_all = all(tell(memory is not None))
+        can_see = not any(process.has_ended() for process in processes)  # else /proc is not of these processes
+        have_all = all(tell(memory is not None and can_see))
     finally:
         if own is not None:
-            own.unlink(missing_ok=True)
+            with suppress(OSError):  # the folder is not there, not to be written to, or another's
+                own.unlink()
     return SharedMessages(memory, rank, processes, timeout) if have_all and memory is not None else None
+
+
+def _say_left(pid: int, words: memoryview, rank: int, num_ranks: int) -> None:
+    if os.getpid() != pid:  # a forked process that ends is not this rank
+        return
+    numbers = words[: num_ranks * _NUM_WORDS : _NUM_WORDS].tolist()
+    words[rank * _NUM_WORDS + _LEFT] = _IN_VAIN if numbers[rank] - 1 & _MASK in numbers else _IN_ORDER
 
 
 def _mapped(path: Path, num_bytes: int, *, is_new: bool) -> mmap.mmap:

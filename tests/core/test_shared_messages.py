@@ -59,7 +59,6 @@ def test_every_rank_reads_what_each_has_sent(
 ) -> None:
     ranks = ranks_of(count)
     for messages in ranks:
-        messages._count = begin
         messages._words[messages._rank * 16] = begin
         if not has_futex:
             monkeypatch.setattr(shared_messages.ctypes, "get_errno", lambda: errno.ENOSYS)
@@ -95,13 +94,27 @@ def test_a_rank_that_waits_sleeps() -> None:
 
 def test_a_message_that_was_sent_is_read_though_its_rank_has_left() -> None:
     first, second = ranks_of(2)
-    second.send([2])
-    second.leave()
     message = first.send([1])
+    assert second.send([2]).is_over_within(LONG)
+    second.leave()
     assert message.is_over_within(LONG)
     assert message.rows(1) == [[1], [2]]
     with pytest.raises(CollectiveFailed, match="rank 1 has left"):
         first.send([1]).is_over_within(LONG)
+
+
+def test_a_message_that_was_waited_for_in_vain_is_taken_back() -> None:
+    first, second, third = ranks_of(3)
+    for number in range(2):
+        messages = [one.send([number]) for one in (first, second, third)]
+        assert all(message.is_over_within(LONG) for message in messages)
+    waiting = second.send([2])
+    first.send([2])
+    assert waiting._messages.missing(2) == [2]
+    first.leave()
+    for message in (waiting, third.send([2])):
+        with pytest.raises(CollectiveFailed, match="rank 0 has left"):
+            message.is_over_within(LONG)
 
 
 def test_a_rank_that_leaves_wakes_the_others() -> None:
@@ -116,18 +129,58 @@ def test_a_rank_that_leaves_wakes_the_others() -> None:
     leaving.join()
 
 
-def test_ranks_that_will_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, *_ = ranks_of(3, [Process.this(), Process.this(), ENDED], timedelta(seconds=0.3))
-    monkeypatch.setattr(Process, "has_ended", lambda self: self == ENDED)
-    message = first.send([1])
-    assert not message.is_over_within(SHORT)  # of rank 1, which comes first and lives, nothing is known
-    time.sleep(0.3)
-    with pytest.raises(CollectiveFailed, match="no message of rank 1 has come"):
-        message.is_over_within(SHORT)
-    first, second, _ = ranks_of(3, [Process.this(), Process.this(), ENDED])
+def test_a_rank_that_does_not_come_in_time_is_named() -> None:
+    first, second, _ = ranks_of(3, timeout=timedelta(seconds=0.3))
     second.send([2])
-    with pytest.raises(CollectiveFailed, match="the process of rank 2 has ended"):
-        first.send([1]).is_over_within(SHORT)
+    message = first.send([1])
+    assert not message.is_over_within(SHORT)
+    time.sleep(0.3)
+    with pytest.raises(CollectiveFailed, match="no message of rank 2 has come"):
+        message.is_over_within(SHORT)
+
+
+@pytest.mark.parametrize("how", ["ended", "left", "collected"])
+def test_a_slow_rank_does_not_hide_one_that_will_not_come(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Process, "has_ended", lambda self: self == ENDED)
+    third = ENDED if how == "ended" else Process.this()
+    ranks = ranks_of(3, [Process.this(), Process.this(), third])
+    message = ranks[0].send([1])
+    if how == "left":
+        ranks[2].leave()
+    elif how == "collected":
+        del ranks[2]
+    with pytest.raises(CollectiveFailed, match=r"rank 2 has (left|ended)"):
+        message.is_over_within(SHORT)
+
+
+def test_a_message_whose_sending_was_interrupted_was_not_sent() -> None:
+    first, second = ranks_of(2)
+    for number in range(3):  # both places have something
+        messages = [first.send([number]), second.send([number])]
+        assert all(message.is_over_within(LONG) for message in messages)
+    waiting = second.send([7])
+
+    class Interrupted:
+        def __setitem__(self, place: slice, values: memoryview) -> None:
+            raise KeyboardInterrupt
+
+    integers, first._integers = first._integers, Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        first.send([8])
+    first._integers = integers
+    assert not waiting.is_over_within(SHORT)
+    message = first.send([9])
+    assert waiting.is_over_within(LONG)
+    assert message.is_over_within(LONG)
+    assert waiting.rows(1) == message.rows(1) == [[9], [7]]
+
+
+def test_a_forked_process_that_ends_is_not_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = ranks_of(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_messages.os, "getpid", lambda: -1)
+        second.leave()
+    assert not first.send([1]).is_over_within(SHORT)
 
 
 # Ranks that are processes
@@ -163,6 +216,20 @@ def test_ranks_of_one_host_share_memory_and_leave_no_file(
         assert found == is_there
         assert rows == ([[0] * 512, [1] * 512] if is_there else [])
         assert left == []
+
+
+@pytest.mark.parametrize("folder", ["/dev/null", "/proc"])
+def test_a_folder_that_takes_no_files_is_no_error(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_messages, "_FOLDER", Path(folder))
+    assert open_shared_messages(0, [Process.this()] * 2, None, lambda value: [value] * 2) is None
+
+
+def test_ranks_that_cannot_see_each_others_processes_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would take the others for ended in every wait."""
+    processes = [Process.this()] * 2
+    assert open_shared_messages(0, processes, None, lambda value: [value] * 2) is not None
+    monkeypatch.setattr(Process, "has_ended", lambda self: True)  # as where /proc is another namespace's
+    assert open_shared_messages(0, processes, None, lambda value: [value] * 2) is None
 
 
 def sent_by_gloo(is_long: bool) -> tuple[list[list[int]], int]:
