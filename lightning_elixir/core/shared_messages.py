@@ -90,9 +90,16 @@ class SharedMessages:
         return num_ranks * (_LINE_BYTES + 2 * cls.room * 8)
 
     def send(self, values: Sequence[int]) -> Message:
-        """Send `values`, int64, to all; no more than there is room for."""
+        """Send `values`, int64, to all; no more than there is room for.
+
+        Raises:
+            CollectiveFailed: The message before is not over: a signal has come before it was waited for, or another
+                thread waits for it. Others may have to read what this would be written over.
+        """
         own = self._rank * _NUM_WORDS
         before = self._words[own]
+        if missing := self.missing(before - 1 & _MASK):
+            raise CollectiveFailed(f"the message before was not waited for, and rank {missing[0]} has not sent its own")
         number = before + 1 & _MASK
         begin = self._place(self._rank, turn := number % 2)
         self._integers[begin : begin + len(values)] = memoryview(array("q", values))

@@ -175,6 +175,20 @@ def test_a_message_whose_sending_was_interrupted_was_not_sent() -> None:
     assert waiting.rows(1) == message.rows(1) == [[9], [7]]
 
 
+def test_no_message_is_sent_while_the_one_before_is_not_over() -> None:
+    """What others have sent two messages ago would be read for an answer to it."""
+    first, second = ranks_of(2)
+    for number in range(2):
+        messages = [first.send([number]), second.send([number])]
+        assert all(message.is_over_within(LONG) for message in messages)
+    given_up = first.send([2])
+    with pytest.raises(CollectiveFailed, match="rank 1 has not sent its own"):
+        first.send([3])
+    assert second.send([4]).is_over_within(LONG)
+    assert given_up.rows(1) == [[2], [4]]
+    first.send([5])
+
+
 def test_a_forked_process_that_ends_is_not_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = ranks_of(2)
     with monkeypatch.context() as patch:
