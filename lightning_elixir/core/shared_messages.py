@@ -227,7 +227,7 @@ def open_shared_messages(
         if own is None:
             with suppress(OSError):
                 memory = _mapped(path, num_bytes, is_new=False)
-        can_see = not any(process.has_ended() for process in processes)  # else /proc is not of these processes
+        can_see = not any(process.has_ended() for process in processes)  # else /proc hides some of them
         have_all = all(tell(memory is not None and can_see))
     finally:
         if own is not None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_elixir.core import shared_messages
+from lightning_elixir.core import peers, shared_messages
 from lightning_elixir.core.comm import GroupComm, make_comm
 from lightning_elixir.core.peers import Process
 from lightning_elixir.core.shared_messages import SharedMessages, open_shared_messages
@@ -242,7 +242,16 @@ def test_ranks_that_cannot_see_each_others_processes_share_no_memory(monkeypatch
     """Each would take the others for ended in every wait."""
     processes = [Process.this()] * 2
     assert open_shared_messages(0, processes, None, lambda value: [value] * 2) is not None
-    monkeypatch.setattr(Process, "has_ended", lambda self: True)  # as where /proc is another namespace's
+    monkeypatch.setattr(Process, "has_ended", lambda self: True)  # as where /proc hides those of other users
+    assert open_shared_messages(0, processes, None, lambda value: [value] * 2) is None
+
+
+def test_where_proc_is_another_namespaces_no_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed rank would have the number of a process that lives."""
+    with monkeypatch.context() as patch:
+        patch.setattr(peers.os, "getpid", lambda: 1)
+        processes = [Process.this()] * 2
+    assert not processes[0].has_ended()
     assert open_shared_messages(0, processes, None, lambda value: [value] * 2) is None
 
 
