@@ -249,6 +249,17 @@ def test_little_memory_offloads(capsys: pytest.CaptureFixture[str]) -> None:
     assert "speeds are round figures" in output
 
 
+def test_shards_on_the_gpu_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Chunks that are gathered for each use from parts that stay on the GPUs, where no whole chunk stays."""
+    arguments = [*SMALL_GPT, "--gpu-memory", "134MiB", "--gpus", "2"]
+    assert main([*arguments, "--json"]) == 0
+    plan = plan_from_dict(json.loads(capsys.readouterr().out)["plan"])
+    shards = sum(not c.is_persistent and c.param_tier.value == "gpu" for c in plan.chunks)
+    assert shards
+    assert main(arguments) == 0
+    assert f"shards of {shards} stay there" in " ".join(capsys.readouterr().out.split())
+
+
 SMALL_GPT = ["plan", "--model", "gpt2", "--set", "n_layer=4", "n_embd=256", "n_head=4", "vocab_size=1000"]
 SMALL_GPT += ["n_positions=128", "--batch-size", "1", "--chunk-size", "256KiB", "--cpu-memory", "8GiB"]
 
