@@ -501,7 +501,8 @@ def main() -> None:
     median_s = statistics.median(recorder.step_s)
     if trainer.is_global_zero:
         tokens_per_s = size.batch_size * size.seq_len * trainer.world_size / median_s
-        print(f"\ntrained {len(recorder.losses)} steps in {fit_s:.0f} s, {tokens_per_s:,.0f} bytes/s at the usual step")
+        speed = f"{tokens_per_s:,.0f} bytes of text a second at the usual step"
+        print(f"\ntrained {len(recorder.losses)} steps in {fit_s:.0f} s, {speed}")
         print(*chunks, sep="\n")
         peaks_text = ", ".join(f"{name.removesuffix('_bytes')} {mib(value)}" for name, value in peaks.items())
         print(f"of the whole process: {peaks_text}")
