@@ -155,10 +155,10 @@ def deferring(call: Callable[..., Any]) -> Callable[..., None]:
         finally:
             if note.depth > 1:
                 note.depth -= 1
-            else:
+            elif note.num_armed and not note.came:
                 note.depth = 0
-                if note.came:
-                    note.handle_late()
+            else:
+                _DEFERRED.__exit__(None, None, None)
 
     return run
 

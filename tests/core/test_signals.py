@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -101,6 +102,22 @@ def test_a_function_that_raises_leaves_signals_as_they_were() -> None:
             send_and_wait()
     finally:
         disarm()
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_function_that_disarms_leaves_handlers_as_they_were(comes: bool) -> None:
+    """As a backward does that fails at its first gradient."""
+    before = signal.getsignal(signal.SIGINT)
+    arm()
+
+    def work() -> None:
+        if comes:
+            send()
+        disarm()
+
+    with pytest.raises(KeyboardInterrupt) if comes else nullcontext():
+        deferring(work)()
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_inside_of_itself_the_outermost_decides(caplog: pytest.LogCaptureFixture) -> None:
