@@ -157,8 +157,8 @@ class StepSampler:
         self._before_last = StepSeconds(0.0, 0.0)  # of all that were timed before that one
         self._last_with_memory: _Sample | None = None
         self._last_end: Mark | None = None  # of the last iteration, if that was timed
-        self._since: Mark | None = None  # the same, if a step has come after it, and nothing else
-        self._between: tuple[Mark, Mark] | None = None
+        self._since: Mark | None = None  # the same, if nothing but steps has come after it
+        self._between: tuple[Mark, Mark] | None = None  # of the last iteration
 
     def watch(self, *, memory: bool | None = None, times: bool | None = None) -> None:
         """Turn on or off what is looked at; None: as it is."""
@@ -182,14 +182,15 @@ class StepSampler:
                 chunk's gradients begin and end, and the profile has accesses of nothing.
         """
         self.abandon()
+        since, self._between = self._since, None
+        self._since = self._last_end = None
         self._has_accesses = has_accesses
         if memory or self.has_memory:
             self._grads, self._arrivals, self._peaks, self._levels = [[]], [[]], [0], []
             self.restart_peak()
         if self.has_times:
             self._grads, self._arrivals, self._clock = [[]], [[]], _Clock(self._device)
-            self._between = None if self._since is None else (self._since, self._clock.begin)
-        self._since = None
+            self._between = None if since is None else (since, self._clock.begin)
         self._update()
 
     def before_access(self) -> None:
@@ -294,7 +295,7 @@ class StepSampler:
         Returns:
             What it took, if that was watched and there is a trace.
         """
-        memory, self._last_end = None, None
+        memory = self._since = self._last_end = None
         if self._grads is not None:
             if not self._has_accesses:
                 trace = AccessTrace((Acquire((), is_pinned=False),) * (len(self._grads) - 1))
@@ -314,12 +315,12 @@ class StepSampler:
         return memory
 
     def note_step(self) -> None:
-        """The iteration that is over was the last one before a step of an optimizer."""
-        self._since, self._last_end = self._last_end, None
+        """The iteration that is over was the last one before a step of an optimizer, or of several."""
+        self._since = self._last_end
 
     def note_evaluation(self) -> None:
-        """What lies between the last step and the next forward is more than what a step takes."""
-        self._since = None
+        """What lies between the last backward and the next forward is more than what a step takes."""
+        self._since = self._last_end = None
 
     def _memory_of(self, peaks: Sequence[int]) -> StepMemory:
         begun = tuple(first_gradients(self._arrivals))

@@ -140,9 +140,21 @@ def test_what_lies_between_two_steps_is_known_where_nothing_else_does(monkeypatc
     optimizer.step()
     assert seen_after(0.125) == pytest.approx(0.125)
     optimizer.step()
-    with torch.no_grad():
-        module(torch.ones(ROWS, WIDTH))
+    optimizer.step()  # of another one, say
+    assert seen_after(0.25) == pytest.approx(0.25)
+    for is_before_step in (False, True):
+        if not is_before_step:
+            optimizer.step()
+        with torch.no_grad():
+            module(torch.ones(ROWS, WIDTH))
+        if is_before_step:
+            optimizer.step()
+        assert seen_after(0.5) is None
+    optimizer.step()
+    module.engine.sample_times(False)
     assert seen_after(0.5) is None
+    module.engine.sample_times(True)
+    assert seen_after(0.5) is None  # another micro-batch lies between
     module.close()
 
 
