@@ -522,7 +522,7 @@ class Forwards:
     # Which modules tell of their forwards
 
     def check_addresses(self, plan: Plan) -> None:
-        """Look whether the code that is compiled can run under a plan, before chunks are where it wants them.
+        """Look whether the code that is compiled can run under a plan, before chunks are where it has them.
 
         Raises:
             PlanError: Parameters may not be there yet when a forward meets them, and compiled modules count on that.
