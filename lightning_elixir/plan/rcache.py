@@ -241,6 +241,10 @@ class RCache:
         self.repeats = self._granted = max(0, until - position)
         return self.repeats
 
+    def end_repeats(self) -> None:
+        """Further accesses need a call again."""
+        self._catch_up()
+
     def _catch_up(self) -> None:
         """Count the accesses that came without a call."""
         passed = self._granted - self.repeats

@@ -381,13 +381,13 @@ class SavedTensors:
     @staticmethod
     def _packed_of(chunk: Chunk, tensor: Tensor) -> PackedTensor | None:
         """As `_packed_plain`, of what lies in a chunk's storage."""
-        offset, dtype = tensor.storage_offset(), tensor.dtype
+        offset, dtype = int(tensor.storage_offset()), tensor.dtype
         if tensor.layout is not _STRIDED or tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
             return None
-        at = offset if dtype is chunk.dtype else int(offset) * dtype.itemsize // chunk.dtype.itemsize
-        index = chunk.index_at.get(int(at))  # where a member begins, as nearly always
+        at = offset if dtype is chunk.dtype else offset * dtype.itemsize // chunk.dtype.itemsize
+        index = chunk.index_at.get(at)  # where a member begins, as nearly always
         if index is None:
-            index = chunk.member_at(int(at))
+            index = chunk.member_at(at)
         member = chunk.parameters[index]
         version = member._version if type(member) in _PLAIN else _version_of(member)
         return _new(PackedTensor, (chunk, tensor.size(), tensor.stride(), offset, dtype, index, version))

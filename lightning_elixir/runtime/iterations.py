@@ -99,6 +99,7 @@ class Iterations:
         if self.is_evaluation:
             self.end()
         else:
+            self._rcache.end_repeats()  # of a backward inside it: users may read what was saved until the next one
             self.sampler.note_end()
 
     def begin_backward(self) -> None:

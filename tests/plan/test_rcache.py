@@ -433,7 +433,10 @@ def test_accesses_that_need_no_call_count_and_decide_as_others(depth: int) -> No
                     assert short.acquire(ids, pin=False) == expected
                     assert short.prefetch_candidates(()) == wanted
                     short.prefetch(wanted)
-                if random.random() < 0.2:  # which ends what was granted
+                if random.random() < 0.2:
+                    if random.random() < 0.5:  # else a look at the counters ends what was granted
+                        short.end_repeats()
+                        assert short.repeats == 0
                     assert (short.counters, short.position) == (called.counters, called.position)
                     assert short.repeats == 0
         assert (short.counters, short.position) == (called.counters, called.position)
