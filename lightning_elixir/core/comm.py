@@ -59,7 +59,7 @@ from torch import Tensor
 
 from lightning_elixir.core.labels import label
 from lightning_elixir.core.peers import Process, Roster, Watch
-from lightning_elixir.core.shared_messages import Message, SharedMessages, open_shared_messages
+from lightning_elixir.core.shared_messages import SharedMessages, open_shared_messages
 from lightning_elixir.core.storages import storage_use_count
 from lightning_elixir.core.waits import (
     MORE_BATCHES,
@@ -552,7 +552,8 @@ class GroupComm:
     def _gather_rows(self, values: list[int], numel: int) -> list[list[int]]:
         if self._messages is not None and numel <= self._messages.room:
             message = self._messages.send(values)
-            self._on_control(lambda: message)
+            self._place.count += 1
+            self._wait(message.is_over_within)
             return message.rows(numel)
         mine = torch.frombuffer(array("q", values + [0] * (numel - len(values))), dtype=torch.int64)
         rows = torch.empty(self.world_size * numel, dtype=torch.int64)
@@ -619,11 +620,7 @@ class GroupComm:
         self.finish(issue(), self._control, first)
 
     def finish(
-        self,
-        work: dist.Work | Message,
-        group: dist.ProcessGroup,
-        first: int | None = None,
-        number: int | None = None,
+        self, work: dist.Work, group: dist.ProcessGroup, first: int | None = None, number: int | None = None
     ) -> None:
         """Wait for a collective: in slices, where it is the host that waits.
 
@@ -635,20 +632,40 @@ class GroupComm:
             DivergenceError: The ranks wait for each other.
             CollectiveFailed: A peer has left, or its process has ended.
         """
-        place = self._place
-        is_unseen = self._is_apart or not place.name or (group is self._reduce and self._backend != "gloo")
-        if is_unseen and isinstance(work, dist.Work):
+        if self._is_apart or not self._place.name or (group is self._reduce and self._backend != "gloo"):
             work.wait()
             return
+
+        def give_up() -> None:
+            if not work.is_completed():  # it may never be
+                _leave_open(group, work)
+
+        self._wait(partial(_is_over_within, work), give_up, first, number)
+
+    def _wait(
+        self,
+        is_over_within: Callable[[timedelta], bool],
+        give_up: Callable[[], None] = lambda: None,
+        first: int | None = None,
+        number: int | None = None,
+    ) -> None:
+        """Have the host wait in slices for what the other ranks take part in.
+
+        Args:
+            is_over_within: Waits so long, and says whether it is over; raises as `finish` does.
+            give_up: Called before this rank leaves, where waiting has failed.
+            first: See `_on_data`.
+            number: See `finish`.
+        """
+        place = self._place
         needs = place.ranks if first is None or place.ranks[self.rank] == first else (first,)
         wait = Wait(place.name, number or place.count, needs, self._call, threading.get_ident(), place.roster)
         self._line.begin(wait)
         try:
-            while not _is_over_within(work, _SLICE):
+            while not is_over_within(_SLICE):
                 wait.check()
         except BaseException as error:
-            if isinstance(work, dist.Work) and not work.is_completed():  # it may never be
-                _leave_open(group, work)
+            give_up()
             self._explain(wait, error)
             raise
         finally:
@@ -891,14 +908,12 @@ def _lose(comm: weakref.ref[GroupComm]) -> None:
         found._lost(RuntimeError("a peer has gone while this rank waited in its device"))
 
 
-def _is_over_within(work: dist.Work | Message, longest: timedelta | None) -> bool:
-    """Wait for a collective of gloo's, or a message; None: for a collective that is over.
+def _is_over_within(work: dist.Work, longest: timedelta | None) -> bool:
+    """Wait for a collective of gloo's; None: which is over.
 
     Raises:
         CollectiveFailed: It has failed.
     """
-    if isinstance(work, Message):
-        return work.is_over_within(longest or timedelta())
     try:
         if longest is None:
             work.wait()
