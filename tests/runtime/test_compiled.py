@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_elixir import profile_memory
 from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.packing import PackedChunk
 from lightning_elixir.plan.profile import step_profile
@@ -151,8 +152,10 @@ def batch(step: int, rows: int = 4) -> Tensor:
     return torch.randn(rows, 8, generator=torch.Generator().manual_seed(step))
 
 
-def new_adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+def new_adam(model: nn.Module, device: str = "cpu") -> torch.optim.Optimizer:
+    """On a GPU one whose host updates have the same bits."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-2, foreach=False) if device == "cpu" else HybridAdam(trained, lr=1e-2)
 
 
 @dataclass
@@ -165,12 +168,13 @@ class Trained:
 class Plain:
     """A model and an optimizer, under the names of the engine's."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._adam = new_adam(model)
+    def __init__(self, model: nn.Module, device: str = "cpu") -> None:
+        self.model = model.to(device)
+        self.device = device
+        self._adam = new_adam(model, device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.model(x)
+        return self.model(x.to(self.device))
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -187,17 +191,23 @@ class Ours:
     made: ClassVar[list[Ours]] = []
 
     def __init__(
-        self, model: nn.Module, placement: str = "tight", activations: str | None = None, **options: Any
+        self,
+        model: nn.Module,
+        placement: str = "tight",
+        activations: str | None = None,
+        device: str = "cpu",
+        **options: Any,
     ) -> None:
         self.model = model
+        self.device = device
         plan = make_plan(model, **(PLACEMENTS[placement] | options))
-        self.module = ElixirModule(model, plan, device=torch.device("cpu"), activations=activations)
-        self._optimizer = ElixirOptimizer(self.module, new_adam(model))
+        self.module = ElixirModule(model, plan, device=torch.device(device), activations=activations)
+        self._optimizer = ElixirOptimizer(self.module, new_adam(model, device))
         self.is_tight = placement == "tight"
         self.made.append(self)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.module(x)
+        return self.module(x.to(self.device))
 
     def backward(self, loss: Tensor) -> None:
         self._optimizer.backward(loss)
@@ -226,7 +236,7 @@ def steps(run: Any, num_steps: int = 4, rows: int = 4) -> Trained:
         if step == 2:
             num_after_third = compiled["unique_graphs"]
     assert num_after_third in (None, compiled["unique_graphs"])
-    return Trained(losses, [value.clone() for value in run.values()], num_graphs())
+    return Trained(losses, [value.cpu().clone() for value in run.values()], num_graphs())
 
 
 def plain_steps(run: Any, num_steps: int, micro_batches: int = 1) -> Trained:
@@ -264,7 +274,7 @@ def test_as_compiled_plain_pytorch(form: Callable[[Net], nn.Module], placement: 
         assert stats.evictions > 20
 
 
-def train_with_inductor() -> None:
+def train_with_inductor(device: str = "cpu") -> None:
     """Run by a process of its own, since the compiler keeps threads."""
 
     def compiled() -> Net:
@@ -273,9 +283,27 @@ def train_with_inductor() -> None:
             block.compile()
         return net
 
-    expected = steps(Plain(compiled()))
+    expected = steps(Plain(compiled(), device))
     for placement in PLACEMENTS:
-        assert_equal(steps(Ours(compiled(), placement)), expected)
+        ours = Ours(compiled(), placement, device=device)
+        assert_equal(steps(ours), expected)
+        assert ours.module.stats().evictions > 20 or placement != "tight"
+
+
+def train_with_cuda_graphs() -> None:
+    """Run by a process of its own. Chunks that stay, and are updated where they are, keep the addresses that graphs
+    need; others are refused."""
+
+    def compiled() -> Net:
+        net = Net()
+        for block in net.blocks:
+            block.compile(mode="reduce-overhead")
+        return net
+
+    with pytest.raises(PlanError, match="compiled with CUDA graphs"):
+        Ours(compiled(), "tight", device="cuda")
+    expected = steps(Plain(compiled(), "cuda"), 8)
+    assert_equal(steps(Ours(compiled(), "resident", device="cuda"), 8), expected)
 
 
 @pytest.mark.full
