@@ -12,13 +12,14 @@ layer in backward; the loss is taken in pieces, so that logits of all tokens are
 
 With weights that were only drawn, the routers of deep layers choose the same few experts for most tokens (seen: after
 four layers 48 of 128 get none, and one rank 1.4 times its share); those of a model in training are kept balanced by its
-loss. So experts are chosen in turn here, unless `--routing drawn` is given.
+loss. So experts are chosen in turn here, a token's far from each other, so that they lie on all ranks, as most do that
+are drawn; unless `--routing drawn` is given.
 
 Every case is a run of `--ranks` processes of its own, which is ended after `--case-s` seconds; `--budget-s` bounds all.
 Tokens are those of one rank in a micro-batch, in sequences of `--seq`, and `--accumulate` of those make a step; steps
 are timed from mark to mark, the median after `--warmup`. `--fused` gives this package's systems
-`use_fused_kernels=True`. The result has tokens a second of all ranks together, and how many times the dense model's
-that is.
+`use_fused_kernels=True`, and has them take the model's own loss, which that swaps. The result has tokens a second of
+all ranks together, and how many times the dense model's that is.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ PRESETS: dict[str, dict[str, int]] = {
 VOCABULARY = {"qwen3": 151936, "toy": 512}
 _PIECE = 4096
 """Tokens whose logits are there at a time."""
+_STRIDE = 37
+"""From one expert of a token to its next; has no divisor in common with the number of experts."""
 _NUM_DRAWN = 2**24 + 1  # odd, so that layers are not alike
 
 
@@ -157,13 +160,20 @@ def balance(model: Any, job: ExpertsJob) -> None:
         def choose(module: nn.Module, args: tuple[Any, ...], number: int = number) -> tuple[Any, ...]:
             tokens, chosen, weights = args
             places = torch.arange(chosen.numel(), device=chosen.device, dtype=chosen.dtype).view_as(chosen)
-            return tokens, (places + number) % PRESETS[job.preset]["experts"], weights
+            return tokens, (places * _STRIDE + number) % PRESETS[job.preset]["experts"], weights
 
         layer.mlp.experts.register_forward_pre_hook(choose)
 
 
-def loss_of(model: Any, tokens: Tensor) -> Tensor:
-    """Mean over all tokens but the last of each sequence."""
+def loss_of(model: Any, tokens: Tensor, *, is_own: bool = False) -> Tensor:
+    """Mean over all tokens but the last of each sequence.
+
+    Args:
+        is_own: Whether the model takes it, all at once.
+    """
+    if is_own:
+        own: Tensor = model(input_ids=tokens, labels=tokens).loss
+        return own
     hidden = model.model(input_ids=tokens).last_hidden_state[:, :-1].flatten(0, 1)
     labels = tokens[:, 1:].flatten()
 
@@ -245,7 +255,7 @@ def run_elixir(job: ExpertsJob, result: Path) -> None:
                 fill(self.net, lambda parameter: (parameter, 0))
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
-            return loss_of(self.net, batch)
+            return loss_of(self.net, batch, is_own=job.fused)
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if (batch_idx + 1) % job.micro_batches == 0:

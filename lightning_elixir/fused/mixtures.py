@@ -75,7 +75,7 @@ class _Mixture(torch.autograd.Function):
         with torch.autocast(tokens.device.type, enabled=False):
             hidden = _products(tokens[order // num_chosen], gate_up.transpose(1, 2), ends)
             results = _products(_gated(hidden, kind), down.transpose(1, 2), ends)
-            output = _added(results, places, weights)
+            output = added(results, places, weights)
         ctx.save_for_backward(tokens, weights, gate_up, down, hidden, order, places, ends)
         ctx.kind = kind
         return output
@@ -102,7 +102,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[3]:
         of_gate_up = _outer_products(of_hidden, tokens[token_of_row], ends)
     if ctx.needs_input_grad[0]:
-        of_tokens = _added(_products(of_hidden, gate_up, ends), places, None)
+        of_tokens = added(_products(of_hidden, gate_up, ends), places, None)
     return of_tokens, None, of_weights, of_gate_up, of_down, None
 
 
@@ -264,22 +264,25 @@ def _gated_backward(hidden: Tensor, of_product: Tensor, weights: Tensor, kind: G
     return of_hidden, weighted, dots
 
 
-def _added(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
-    """The sum of each token's rows.
+def added(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    """The sum of each token's rows, added up in fp32 at least.
 
     Args:
-        rows: `[n * k, width]`.
-        places: `[n, k]`: where a token's rows are.
+        rows: `[m, width]`.
+        places: `[n, k]`: where a token's rows are; -1: it has no more.
         weights: `[n, k]`; None: ones.
 
     Returns:
         `[n, width]`.
     """
     if isinstance(rows, FakeTensor):
-        return rows.view(*places.shape, -1).sum(1)
+        num_tokens = max(1, places.shape[0])
+        each = rows.shape[0] // num_tokens
+        return rows[: num_tokens * each].view(places.shape[0], each, rows.shape[1]).sum(1)
     code = _code_for(rows)
     if code is None:
-        found = rows[places].to(torch.promote_types(rows.dtype, torch.float32))
+        found = rows[places.clamp(min=0)].to(torch.promote_types(rows.dtype, torch.float32))
+        found.masked_fill_((places < 0).unsqueeze(2), 0.0)
         if weights is not None:
             found *= weights.to(found.dtype).unsqueeze(2)
         return found.sum(1).to(rows.dtype)
@@ -288,7 +291,7 @@ def _added(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     with current_device(rows.device):
         code.added_kernel[(places.shape[0], parts)](
             rows,
-            places,
+            places.contiguous(),
             rows if weights is None else weights.contiguous(),
             output,
             rows.shape[1],

@@ -72,15 +72,15 @@ def gated_backward_kernel(
 
 @triton.jit
 def added_kernel(rows, places, weights, output, width, K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr):
-    """`output[token]` is the sum of `rows[places[token, k]]`, with its weight if there are some; a program for each
-    part of each token."""
+    """`output[token]` is the sum of `rows[places[token, k]]`, with its weight if there are some, but where a place is
+    -1; a program for each part of each token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     total = tl.zeros([BLOCK], tl.float32)
     for k in range(K):
         place = tl.load(places + token * K + k).to(tl.int64)
-        row = tl.load(rows + place * width + column, mask=mask, other=0.0).to(tl.float32)
+        row = tl.load(rows + place * width + column, mask=mask & (place >= 0), other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
             row *= tl.load(weights + token * K + k).to(tl.float32)
         total += row

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from lightning_elixir.fused.mixtures import added
 from lightning_elixir.patterns.peers import Exchange, Peers
 
 
@@ -62,19 +62,19 @@ def repeated_rows(tokens: Tensor, token_of_row: Tensor, rows_of_token: Tensor) -
 
     Args:
         tokens: `[n, width]`.
-        token_of_row: `[n * k]`, int64.
-        rows_of_token: `[n, k]`, int64: where these rows are.
+        token_of_row: `[m]`, int64.
+        rows_of_token: `[n, k]`, int64: where these rows are; -1: the token has no more.
     """
     return _applied(_RepeatedRows, tokens, token_of_row, rows_of_token)
 
 
 def added_rows(rows: Tensor, token_of_row: Tensor, rows_of_token: Tensor) -> Tensor:
-    """The sum of each token's rows, `[n, width]`, added up one after the other as `rows_of_token` has them.
+    """The sum of each token's rows, `[n, width]`, added up in fp32 at least, always in the same order.
 
     Args:
-        rows: `[n * k, width]`.
-        token_of_row: `[n * k]`, int64.
-        rows_of_token: `[n, k]`, int64.
+        rows: `[m, width]`.
+        token_of_row: `[m]`, int64.
+        rows_of_token: `[n, k]`, int64; -1: the token has no more.
     """
     return _applied(_AddedRows, rows, token_of_row, rows_of_token)
 
@@ -182,29 +182,20 @@ class _RepeatedRows(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (rows_of_token,) = ctx.saved_tensors
-        wide = torch.promote_types(torch.float32, grad.dtype)
-        return _sums(grad, rows_of_token, wide).to(grad.dtype), None, None
+        return added(grad, rows_of_token, None), None, None
 
 
 class _AddedRows(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token_of_row: Tensor, rows_of_token: Tensor) -> Tensor:
         ctx.save_for_backward(token_of_row)
-        return _sums(rows, rows_of_token, rows.dtype)
+        return added(rows, rows_of_token, None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (token_of_row,) = ctx.saved_tensors
         return grad[token_of_row], None, None
-
-
-def _sums(rows: Tensor, rows_of_token: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each token's rows, added up one after the other: a sum over all at once takes memory for all rows once more."""
-    total = rows[rows_of_token[:, 0]].to(dtype)
-    for place in range(1, rows_of_token.shape[1]):
-        total.add_(rows[rows_of_token[:, place]])
-    return total
 
 
 def _own_part(tensor: Tensor, dim: int, peers: Peers) -> Tensor:
@@ -221,7 +212,6 @@ class ExchangedRows(Function):
         peers: The ranks.
         num_received: From each rank.
         num_sent: To each rank.
-        factor: Of gradients.
         sent: Each `[sum(num_sent), ...]`.
     """
 
@@ -232,10 +222,9 @@ class ExchangedRows(Function):
         peers: Peers,
         num_received: Sequence[int],
         num_sent: Sequence[int],
-        factor: float,
         *sent: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.peers, ctx.counts, ctx.factor = peers, (num_received, num_sent), factor
+        ctx.peers, ctx.counts = peers, (num_received, num_sent)
         return token.clone(), *(peers.exchange_rows(rows, num_received, num_sent) for rows in sent)
 
     @staticmethod
@@ -244,27 +233,5 @@ class ExchangedRows(Function):
         num_received, num_sent = ctx.counts
         peers: Peers = ctx.peers
         peers.meet(Exchange.ROWS, sum(grad.shape[1:].numel() for grad in grads))
-        # In place, on memory of its own: another copy of all rows would be the highest moment of backward.
-        back = (peers.exchange_rows(grad, num_sent, num_received).mul_(ctx.factor) for grad in grads)
-        return of_token, None, None, None, None, *back
-
-
-class Permuted(Function):
-    """Rows in another order. Backward is the inverse, and so adds nothing up: the same bits in every run.
-
-    Args of `apply`:
-        rows: `[n, ...]`.
-        order: `[n]`, which row comes where.
-        inverse: Its inverse.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows[order]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grad[inverse], None, None
+        back = (peers.exchange_rows(grad, num_sent, num_received) for grad in grads)
+        return of_token, None, None, None, *back

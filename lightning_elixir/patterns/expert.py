@@ -20,13 +20,13 @@ from lightning_elixir.patterns.adapted_experts import (
     with_own_adapters,
 )
 from lightning_elixir.patterns.base import Compute, ParallelPattern
-from lightning_elixir.patterns.exchanges import ExchangedRows, Permuted, added_rows, foreseen_rows, repeated_rows
+from lightning_elixir.patterns.exchanges import ExchangedRows, added_rows, foreseen_rows, repeated_rows, scaled_backward
 from lightning_elixir.patterns.peers import Exchange, Peers, is_without_values
 
 
 class Expert(ParallelPattern):
-    """The experts of a mixture, in one module whose parameters have a first dimension over the experts. Tokens are sent
-    to the ranks that have their experts, and results come back; the router, outside of it, stays whole.
+    """The experts of a mixture, in one module whose parameters have a first dimension over the experts. A token is sent
+    once to each rank that has experts of it, and their sum comes back; the router, outside of it, stays whole.
 
     The module is called with tokens `[n, width]`, the numbers of their experts `[n, k]`, and
     the experts' weights `[n, k]`; it returns `[n, width]`, the sum over a token's experts of what each makes of the
@@ -79,28 +79,27 @@ class Expert(ParallelPattern):
         number = next(experts_in(module).parameters()).shape[0]
         if is_adapted(module):
             compute = with_own_adapters(module, compute, peers)
-        width, k = tokens.shape[-1], experts.shape[-1]
-        flat = experts.reshape(-1)
-        order = torch.argsort(flat, stable=True)  # by expert, and so by rank
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.numel(), device=order.device)
-        token_of_row, rows_of_token = order // k, inverse.view(-1, k)
+        width, k, size = tokens.shape[-1], experts.shape[-1], peers.size
+        # The mean over the ranks that have the same experts leaves out that each gets tokens of `size` batches.
+        flat = scaled_backward(tokens.reshape(-1, width), float(size))
+        chosen = _Chosen(experts.reshape(-1, k), scaled_backward(weights.reshape(-1, k), float(size)))
         go = _foreseen_there_and_back if is_without_values(tokens) else _there_and_back
-        # Rows are made where they are handed on, so that nothing holds them longer than it takes.
-        back = go(
-            repeated_rows(tokens.reshape(-1, width), token_of_row, rows_of_token),
-            Permuted.apply(weights.reshape(-1, 1), order, inverse),  # type: ignore[no-untyped-call]
-            flat[order],
-            _Way(compute, peers, number),
-        )
-        # In the order of the experts, as a module that goes through them adds up
-        by_expert = torch.argsort(experts.reshape(-1, k), dim=1, stable=True)
-        return added_rows(back, token_of_row, rows_of_token.gather(1, by_expert)).view(tokens.shape)
+        return scaled_backward(go(flat, chosen, _Way(compute, peers, number)), 1.0 / size).view(tokens.shape)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The experts of tokens."""
+
+    experts: Tensor
+    """`[n, k]`, numbered over all ranks; once they are sent, over those of this rank, and -1 for another's."""
+    weights: Tensor
+    """`[n, k]`."""
 
 
 @dataclass(frozen=True)
 class _Way:
-    """What rows go through."""
+    """What tokens go through."""
 
     compute: Compute
     peers: Peers
@@ -108,43 +107,119 @@ class _Way:
     """Of experts on each rank."""
 
 
-def _there_and_back(rows: Tensor, weights: Tensor, experts: Tensor, way: _Way) -> Tensor:
-    """What the experts make of rows.
+def _there_and_back(tokens: Tensor, chosen: _Chosen, way: _Way) -> Tensor:
+    """What the experts of all ranks make of tokens, added up. A token is sent once to each rank that has experts of it;
+    that rank adds up what they make of it.
 
     Args:
-        rows: `[n, width]`, in the order of their experts.
-        weights: `[n, 1]`.
-        experts: `[n]`, numbered over all ranks.
+        tokens: `[n, width]`.
+        chosen: Their experts.
+        way: What they go through.
+
+    Returns:
+        `[n, width]`.
+
+    Raises:
+        IndexError: There are no such experts.
     """
-    peers, width = way.peers, rows.shape[1]
-    owners = torch.bincount(experts // way.number, minlength=peers.size)
-    num_sent: list[int] = owners.tolist()
-    if len(num_sent) != peers.size:
+    peers, width = way.peers, tokens.shape[1]
+    goes, num_pairs = _destinations(chosen, way)
+    every, rows_of_token = _taken(goes.t())
+    # All that can be begun before the number of rows is known, since that waits for the device.
+    counts: list[int] = torch.cat((goes.sum(0), num_pairs)).tolist()
+    num_sent, num_pairs_sent = counts[: peers.size], counts[peers.size :]
+    if sum(num_pairs_sent) != chosen.experts.numel():
         raise IndexError(f"tokens are given to experts other than the {way.number * peers.size} from 0 on")
-    num_received = peers.count_rows(num_sent, width)
-    token = torch.zeros(1, device=rows.device, requires_grad=torch.is_grad_enabled())
+    num_received, num_pairs_here = peers.count_rows(num_sent, num_pairs_sent, width)
+    token_of_row, sent = _sent(every[: sum(num_sent)], rows_of_token.t(), chosen, way)
+    token = torch.zeros(1, device=tokens.device, requires_grad=torch.is_grad_enabled())
+    # Rows are made where they are handed on, so that nothing holds them longer than it takes.
     token, here, here_weights = ExchangedRows.apply(  # type: ignore[no-untyped-call]
-        token, peers, num_received, num_sent, float(peers.size), rows, weights
+        *(token, peers, num_received, num_sent),
+        *(repeated_rows(tokens, token_of_row, rows_of_token.t()), sent.weights),
     )
-    del rows
-    numbers = peers.exchange_rows((experts % way.number).unsqueeze(1), num_received, num_sent)
-    results = _results(way.compute(here, numbers, here_weights), here) if here.shape[0] else here
+    here_chosen = _Chosen(peers.exchange_rows(sent.experts, num_received, num_sent), here_weights)
+    results = [_sums_here(here, here_chosen, num_pairs_here, way) if here.shape[0] else here]
     del here
     peers.meet(Exchange.ROWS, width)  # on its way through the experts a rank may have needed the others
-    # The mean over the ranks that have the same experts leaves out that each gets tokens of `size` batches.
-    _, back = ExchangedRows.apply(  # type: ignore[no-untyped-call]
-        token, peers, num_sent, num_received, 1.0 / peers.size, results
-    )
-    return back  # type: ignore[no-any-return]
+    _, back = ExchangedRows.apply(token, peers, num_sent, num_received, results.pop())  # type: ignore[no-untyped-call]
+    return added_rows(back, token_of_row, rows_of_token.t())
 
 
-def _foreseen_there_and_back(rows: Tensor, weights: Tensor, experts: Tensor, way: _Way) -> Tensor:
-    """The same in a step that is foreseen, as if each rank got as many rows as it sends."""
-    here = foreseen_rows(rows, way.peers)
-    del rows
-    results = _results(way.compute(here, (experts % way.number).unsqueeze(1), weights), here)
+def _foreseen_there_and_back(tokens: Tensor, chosen: _Chosen, way: _Way) -> Tensor:
+    """The same in a step that is foreseen, as if each rank got as many rows as it sends, and a token's experts were
+    drawn."""
+    size, (num_tokens, k) = way.peers.size, chosen.experts.shape
+    every, rows_of_token = _taken(_destinations(chosen, way)[0].t())
+    num_rows = round(num_tokens * size * (1 - (1 - 1 / size) ** k))
+    token_of_row, sent = _sent(every[:num_rows], rows_of_token.t(), chosen, way)
+    here = foreseen_rows(repeated_rows(tokens, token_of_row, rows_of_token.t()), way.peers)
+    results = [_sums_here(here, sent, num_tokens * k, way)]
     del here
-    return foreseen_rows(results, way.peers)
+    return added_rows(foreseen_rows(results.pop(), way.peers), token_of_row, rows_of_token.t())
+
+
+def _destinations(chosen: _Chosen, way: _Way) -> tuple[Tensor, Tensor]:
+    """Whether each token goes to each rank, `[n, size]`, and how many times one of these tokens has an expert there,
+    `[size]`."""
+    ranks = torch.arange(way.peers.size, device=chosen.experts.device)
+    is_there = (chosen.experts // way.number).unsqueeze(2) == ranks
+    return is_there.any(1), is_there.sum((0, 1))
+
+
+def _taken(flags: Tensor) -> tuple[Tensor, Tensor]:
+    """The elements that are set, put one after the other.
+
+    Args:
+        flags: `[a, b]`, bool.
+
+    Returns:
+        `[a * b + 1]`, int64: which they are, of all in the order of memory; what comes after the last means nothing.
+        `[a, b]`, int64: where each of them is, -1 for those that are not set.
+    """
+    flat = flags.reshape(-1)
+    places = (flat.cumsum(0) - 1).masked_fill_(~flat, -1)
+    every = torch.arange(len(flat), device=flat.device)
+    found = every.new_zeros(len(flat) + 1).scatter_(0, places.masked_fill(~flat, len(flat)), every)
+    return found, places.view(flags.shape)
+
+
+def _sent(rows: Tensor, rows_of_token: Tensor, chosen: _Chosen, way: _Way) -> tuple[Tensor, _Chosen]:
+    """Which token each row is, `[m]`, and its experts on the rank that it goes to.
+
+    Args:
+        rows: `[m]`, each rank * n + token.
+        rows_of_token: `[n, size]`.
+        chosen: The experts of the tokens.
+        way: What they go through.
+    """
+    num_tokens = max(1, len(chosen.experts))
+    token_of_row = rows % num_tokens
+    experts = chosen.experts[token_of_row]
+    is_there = experts // way.number == (rows // num_tokens).unsqueeze(1)
+    weights = repeated_rows(chosen.weights, token_of_row, rows_of_token)
+    numbers = torch.where(is_there, experts % way.number, -1)
+    return token_of_row, _Chosen(numbers, torch.where(is_there, weights, weights.new_zeros(())))
+
+
+def _sums_here(rows: Tensor, chosen: _Chosen, num_pairs: int, way: _Way) -> Tensor:
+    """What the experts of this rank make of rows, added up.
+
+    Args:
+        rows: `[m, width]`.
+        chosen: Their experts.
+        num_pairs: Of a row and an expert of this rank.
+        way: What they go through.
+    """
+    every, places = _taken(chosen.experts >= 0)
+    pairs = every[:num_pairs]
+    row_of_pair = pairs // chosen.experts.shape[1]
+    made = way.compute(
+        repeated_rows(rows, row_of_pair, places),
+        chosen.experts.reshape(-1)[pairs].unsqueeze(1),
+        repeated_rows(chosen.weights.reshape(-1, 1), pairs, places.reshape(-1, 1)),
+    )
+    return added_rows(_results(made, num_pairs, rows), row_of_pair, places)
 
 
 def _check_call(module: nn.Module) -> None:
@@ -169,10 +244,11 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tenso
     return args
 
 
-def _results(made: Any, tokens: Tensor) -> Tensor:
-    """What experts have made of tokens, as ranks expect it that have none to see it by: under autocast it may have
+def _results(made: Any, num_pairs: int, rows: Tensor) -> Tensor:
+    """What experts have made of rows, as ranks expect it that have none to see it by: under autocast it may have
     another dtype."""
-    if not isinstance(made, Tensor) or made.shape != tokens.shape:
+    shape = (num_pairs, rows.shape[1])
+    if not isinstance(made, Tensor) or made.shape != shape:
         what = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
-        raise PlanError(f"a module with Expert returns a tensor like its tokens, {list(tokens.shape)}, and gave {what}")
-    return made.to(tokens.dtype)
+        raise PlanError(f"a module with Expert returns a tensor like its tokens, {list(shape)}, and gave {what}")
+    return made.to(rows.dtype)

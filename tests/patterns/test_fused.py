@@ -197,10 +197,10 @@ def test_dry_runs_count_what_is_saved() -> None:
     assert saved[1][1] == pytest.approx(saved[0][1], rel=0.1)
 
 
-@pytest.mark.parametrize(("number", "told"), [(-1, "non-negative"), (16, "other than the 16 from 0 on")])
-def test_tokens_for_experts_that_are_not_there(number: int, told: str) -> None:
+@pytest.mark.parametrize("number", [-1, 16])
+def test_tokens_for_experts_that_are_not_there(number: int) -> None:
     """Before anything is sent; with the operator or without."""
     experts, tokens = GatedExperts(), torch.ones(2, WIDTH)
     numbers, weights = torch.tensor([[0], [number]]), torch.ones(2, 1)
-    with pytest.raises((IndexError, RuntimeError), match=told):
+    with pytest.raises(IndexError, match="other than the 16 from 0 on"):
         Expert().forward(experts, experts.forward, Peers("expert", 2, 0), (tokens, numbers, weights), {})

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_elixir.patterns import Column, Expert, Row, Sequence, Vocabulary
-from lightning_elixir.patterns.apply import put_in
+from lightning_elixir.patterns.apply import pattern_forwards, put_in
 from lightning_elixir.plan.memory import Budget
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.problem import PlacementRequest
@@ -298,6 +298,46 @@ def _cast(results: str) -> tuple[float, str]:
 def test_experts_that_give_another_dtype_than_that_of_tokens() -> None:
     """A rank without tokens cannot see which."""
     assert run_ranks(_cast, 2, "narrow") == [(0.0, "torch.float32")] * 2
+
+
+class Scaling(nn.Module):
+    """Experts that multiply each element by one of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 16))
+
+    def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        return tokens * self.weight[experts[:, 0]] * weights
+
+
+def _rows_sent() -> tuple[list[int], float]:
+    """How many rows this rank sends each time, and how far results are from those of one process."""
+    torch.manual_seed(0)
+    model, mesh = nn.ModuleList([Scaling()]), Mesh(2, expert=2)
+    numbers = torch.tensor([[1, 0, 0], [3, 2, 3], [0, 2, 1], [1, 1, 1]])
+    tokens, weights = torch.randn(4, 16), torch.rand(4, 3)
+    expected = sum(model[0](tokens, numbers[:, k : k + 1], weights[:, k : k + 1]) for k in range(3)).detach()
+    put_in(model, {"0": Expert()}, mesh, dist.get_rank())
+    peers, sent = next(pattern_forwards(model)).peers, []
+    exchange = peers.exchange_rows
+
+    def counted(rows: Tensor, *counts: Any) -> Tensor:
+        sent.append(len(rows))
+        return exchange(rows, *counts)
+
+    peers.exchange_rows = counted  # type: ignore[method-assign]
+    module = ElixirModule(model, make_plan(model, mesh=mesh, **TIGHT))
+    found = model[0](tokens, numbers, weights).detach()
+    module.close()
+    return sent, float((found - expected).abs().max())
+
+
+def test_a_token_is_sent_once_to_each_rank() -> None:
+    """Rows, weights and numbers of experts go there, and one sum for each comes back."""
+    runs = run_ranks(_rows_sent, 2)
+    assert [sent for sent, _ in runs] == [[5, 5, 5, 6], [5, 5, 5, 4]]
+    assert all(far < CLOSE for _, far in runs)
 
 
 @pytest.mark.full
