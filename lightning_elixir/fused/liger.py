@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,11 @@ class Kernels:
     gelu_forward: Any
     gelu_backward: Any
     rope: Any
+
+    @functools.cached_property
+    def has_piece_sizes(self) -> bool:
+        """Whether the loss can be told how many logits it may have at a time; older versions cannot."""
+        return "chunk_mem_const" in inspect.signature(self.linear_cross_entropy).parameters
 
 
 @functools.cache

@@ -20,8 +20,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_elixir.fused import liger
 
-_LEAST_ROWS = 256
-"""Fewer tokens at a time would leave a GPU idle."""
+_LEAST_ROWS = 1024
+"""Tokens of a piece. With fewer, reading the weight and adding to its gradient, which each piece does, takes as long as
+the products."""
 
 
 def linear_cross_entropy(
@@ -122,6 +123,10 @@ def _by_kernel(
     ignore_index: int,
     needs_grads: tuple[bool, bool, bool],
 ) -> tuple[Tensor, _Grads]:
+    (num_rows, width), num_classes = hidden.shape, weight.shape[0]
+    # By itself it takes as many logits at a time as the inputs have elements; of this it takes a multiple.
+    at_once = rows_at_once(num_rows, width, num_classes) * num_classes
+    more = {"chunk_mem_const": -(-at_once // max(1, num_rows * width))} if kernels.has_piece_sizes else {}
     with torch.no_grad():
         loss, _, _, _, *grads = kernels.linear_cross_entropy(
             hidden.contiguous(),
@@ -133,6 +138,7 @@ def _by_kernel(
             accum_dtype=torch.float32,
             compute_gradients=any(needs_grads),
             weight_requires_grad=needs_grads[1],
+            **more,
         )
     of_input, of_weight, of_bias = (g if is_needed else None for g, is_needed in zip(grads, needs_grads, strict=True))
     return loss, (of_input, of_weight, of_bias)

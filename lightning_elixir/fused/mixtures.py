@@ -34,7 +34,15 @@ _ALIGNED = 16
 """Rows of operands of grouped products begin at multiples of so many bytes."""
 
 
-def mixture(tokens: Tensor, numbers: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, kind: Gate) -> Tensor:
+def mixture(
+    tokens: Tensor,
+    numbers: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    kind: Gate,
+    num_pairs: int | None = None,
+) -> Tensor:
     """What the experts of each token make of it, added up with their weights.
 
     An expert makes `down @ (act(gate @ token) * (up @ token))` of a token.
@@ -47,6 +55,8 @@ def mixture(tokens: Tensor, numbers: Tensor, weights: Tensor, gate_up: Tensor, d
         gate_up: `[experts, 2 * inner, width]`: the rows of the gate before those of `up`.
         down: `[experts, width, inner]`.
         kind: The activation.
+        num_pairs: How many of `numbers` are those of experts, where the others are -1: a token need not have `k` of
+            them. None: all.
 
     Returns:
         `[n, width]`, of the dtype of the tokens.
@@ -54,22 +64,31 @@ def mixture(tokens: Tensor, numbers: Tensor, weights: Tensor, gate_up: Tensor, d
     device = tokens.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else gate_up.dtype
     operands = (tokens.to(dtype), numbers, weights, gate_up.to(dtype), down.to(dtype))
-    output: Tensor = _Mixture.apply(*operands, kind)  # type: ignore[no-untyped-call]
+    output: Tensor = _Mixture.apply(*operands, kind, num_pairs)  # type: ignore[no-untyped-call]
     return output.to(tokens.dtype)
 
 
 class _Mixture(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, numbers: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, kind: Gate
+        ctx: Any,
+        tokens: Tensor,
+        numbers: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        kind: Gate,
+        num_pairs: int | None,
     ) -> Tensor:
         num_chosen = numbers.shape[1]
         by_expert, order = torch.sort(numbers.reshape(-1), stable=True)
+        if num_pairs is not None:  # behind all that are -1
+            by_expert, order = (t[t.numel() - num_pairs :] for t in (by_expert, order))
         experts = torch.arange(gate_up.shape[0], device=by_expert.device, dtype=by_expert.dtype)
         ends = torch.searchsorted(by_expert, experts, right=True).to(torch.int32)
         are_there = (by_expert[:1] >= 0).all() & (ends[-1] == by_expert.numel())
         torch._assert_async(are_there, f"tokens are given to experts other than the {len(experts)} from 0 on")
-        places = torch.empty_like(order)
+        places = order.new_full((numbers.numel(),), -1)
         places[order] = torch.arange(order.numel(), device=order.device)
         places = places.view(-1, num_chosen)
         with torch.autocast(tokens.device.type, enabled=False):
@@ -98,12 +117,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         of_down = _outer_products(grads, weighted, ends)
     del grads, weighted
     if ctx.needs_input_grad[2]:
-        of_weights = dots[places].to(weights.dtype)
+        of_weights = dots[places].masked_fill_(places < 0, 0.0).to(weights.dtype)
     if ctx.needs_input_grad[3]:
         of_gate_up = _outer_products(of_hidden, tokens[token_of_row], ends)
     if ctx.needs_input_grad[0]:
         of_tokens = added(_products(of_hidden, gate_up, ends), places, None)
-    return of_tokens, None, of_weights, of_gate_up, of_down, None
+    return of_tokens, None, of_weights, of_gate_up, of_down, None, None
 
 
 # Products

@@ -19,6 +19,9 @@ from lightning_elixir.fused.operators import Gate, NormKind, activation, is_plai
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_epsilon")
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Attributes in which modules keep how many experts they have."""
+TAKES_PAIRS = "_elixir_takes_pairs"
+"""An attribute of forwards of experts that also take `num_pairs`, as `mixtures.mixture` does. Where they would have to
+compute by the module's own forward, they give `NotImplemented`."""
 _LARGE = 1e3  # beyond the limits at which some models cut values off
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

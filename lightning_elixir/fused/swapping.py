@@ -40,7 +40,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.fused import heads, liger
 from lightning_elixir.fused.mixtures import mixture
 from lightning_elixir.fused.operators import Gate, NormKind, gated_product, is_plain, rms_norm, rope
-from lightning_elixir.fused.recognising import gate_of, is_rope, mixture_of, norm_formula
+from lightning_elixir.fused.recognising import TAKES_PAIRS, gate_of, is_rope, mixture_of, norm_formula
 
 log = logging.getLogger(__name__)
 
@@ -237,13 +237,14 @@ def _gated_forward(own: Callable[..., Any], kind: Gate) -> Callable[..., Any]:
 
 def _mixture_forward(own: Callable[..., Any], kind: Gate) -> Callable[..., Any]:
     @functools.wraps(own)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, num_pairs: int | None = None, **kwargs: Any) -> Any:
         is_usual = len(args) == 3 and not kwargs and is_plain(*args) and all(x.dim() == 2 for x in args)
         if not is_usual or not args[0].shape[0] or torch.compiler.is_compiling():
-            return own(self, *args, **kwargs)
+            return own(self, *args, **kwargs) if num_pairs is None else NotImplemented
         tokens, numbers, weights = args
-        return mixture(tokens, numbers, weights, self.gate_up_proj, self.down_proj, kind)
+        return mixture(tokens, numbers, weights, self.gate_up_proj, self.down_proj, kind, num_pairs)
 
+    setattr(forward, TAKES_PAIRS, True)
     return own_forward(forward)
 
 

@@ -80,7 +80,8 @@ def added_kernel(rows, places, weights, output, width, K: tl.constexpr, HAS_WEIG
     total = tl.zeros([BLOCK], tl.float32)
     for k in range(K):
         place = tl.load(places + token * K + k).to(tl.int64)
-        row = tl.load(rows + place * width + column, mask=mask & (place >= 0), other=0.0).to(tl.float32)
+        there = column < tl.where(place >= 0, width, 0)
+        row = tl.load(rows + place * width + column, mask=there, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
             row *= tl.load(weights + token * K + k).to(tl.float32)
         total += row

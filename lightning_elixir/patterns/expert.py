@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.errors import PlanError
-from lightning_elixir.fused.recognising import COUNTS
+from lightning_elixir.fused.recognising import COUNTS, TAKES_PAIRS
 from lightning_elixir.patterns.adapted_experts import (
     AdaptedParameter,
     SpreadParameters,
@@ -211,6 +211,10 @@ def _sums_here(rows: Tensor, chosen: _Chosen, num_pairs: int, way: _Way) -> Tens
         num_pairs: Of a row and an expert of this rank.
         way: What they go through.
     """
+    if hasattr(way.compute, TAKES_PAIRS):
+        made = way.compute(rows, chosen.experts, chosen.weights, num_pairs=num_pairs)
+        if made is not NotImplemented:
+            return _results(made, len(rows), rows)
     every, places = _taken(chosen.experts >= 0)
     pairs = every[:num_pairs]
     row_of_pair = pairs // chosen.experts.shape[1]
@@ -244,10 +248,10 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tenso
     return args
 
 
-def _results(made: Any, num_pairs: int, rows: Tensor) -> Tensor:
+def _results(made: Any, number: int, rows: Tensor) -> Tensor:
     """What experts have made of rows, as ranks expect it that have none to see it by: under autocast it may have
     another dtype."""
-    shape = (num_pairs, rows.shape[1])
+    shape = (number, rows.shape[1])
     if not isinstance(made, Tensor) or made.shape != shape:
         what = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
         raise PlanError(f"a module with Expert returns a tensor like its tokens, {list(shape)}, and gave {what}")

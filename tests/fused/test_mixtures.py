@@ -68,6 +68,17 @@ def test_is_the_loop(kind: Gate, shape: dict[str, int], dtype: torch.dtype) -> N
     assert not ours[3][3].any()  # of the expert that got no tokens
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tokens_may_have_fewer_experts(dtype: torch.dtype) -> None:
+    tokens, numbers, *others = make_operands(chosen=3, dtype=dtype)
+    numbers[::2, 1], numbers[3] = -1, -1
+    num_pairs = int((numbers >= 0).sum())
+    theirs = values_and_gradients(by_loop, (tokens, numbers, *others), "silu")
+    ours = values_and_gradients(lambda *given: mixture(*given, num_pairs), (tokens, numbers, *others), "silu")
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= 10 * torch.finfo(dtype).eps * b.norm()
+
+
 def test_of_16_bits_is_no_further_from_the_truth_than_the_loop() -> None:
     operands = make_operands(num_tokens=64, dtype=torch.bfloat16)
     wide = [t if t.dtype is torch.int64 else t.detach().double().requires_grad_() for t in operands]
@@ -222,8 +233,8 @@ def test_experts_of_transformers() -> None:
 @pytest.mark.full
 def test_kernels_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="needs triton, which the extra `test` brings")
-    names = ("test_is_the_loop", "test_with_frozen_operands")
-    check_under_interpreter("10", *(f"tests/fused/test_mixtures.py::{name}" for name in names))
+    names = ("test_is_the_loop", "test_tokens_may_have_fewer_experts", "test_with_frozen_operands")
+    check_under_interpreter("12", *(f"tests/fused/test_mixtures.py::{name}" for name in names))
 
 
 def test_a_full_device_does_not_pass_for_one_without_grouped_products(monkeypatch: pytest.MonkeyPatch) -> None:
