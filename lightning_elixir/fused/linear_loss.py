@@ -20,9 +20,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_elixir.fused import liger
 
-_LEAST_ROWS = 1024
-"""Tokens of a piece. With fewer, reading the weight and adding to its gradient, which each piece does, takes as long as
-the products."""
+_LEAST_ROWS = {"torch": 256, "kernel": 1024}
+"""Tokens of a piece, by what computes it. With fewer, reading the weight and adding to its gradient, which each piece
+does, takes as long as the products; torch's operators need four times the memory for a token."""
 
 
 def linear_cross_entropy(
@@ -125,7 +125,7 @@ def _by_kernel(
 ) -> tuple[Tensor, _Grads]:
     (num_rows, width), num_classes = hidden.shape, weight.shape[0]
     # By itself it takes as many logits at a time as the inputs have elements; of this it takes a multiple.
-    at_once = rows_at_once(num_rows, width, num_classes) * num_classes
+    at_once = rows_at_once(num_rows, width, num_classes, "kernel") * num_classes
     more = {"chunk_mem_const": -(-at_once // max(1, num_rows * width))} if kernels.has_piece_sizes else {}
     with torch.no_grad():
         loss, _, _, _, *grads = kernels.linear_cross_entropy(
@@ -186,6 +186,13 @@ def _in_pieces(
     return loss, (of_input, of_weight, of_bias)
 
 
-def rows_at_once(num_rows: int, width: int, num_classes: int) -> int:
-    """Tokens of a piece: its logits have about as many elements as all inputs together."""
-    return max(_LEAST_ROWS, -(-num_rows * width // num_classes // 64) * 64)
+def rows_at_once(num_rows: int, width: int, num_classes: int, way: str = "torch") -> int:
+    """Tokens of a piece: its logits have about as many elements as all inputs together.
+
+    Args:
+        num_rows: All tokens.
+        width: Of a token.
+        num_classes: Logits of a token.
+        way: "torch", or "kernel" for that of `liger-kernel`.
+    """
+    return max(_LEAST_ROWS[way], -(-num_rows * width // num_classes // 64) * 64)

@@ -22,7 +22,7 @@ from lightning_elixir.fused.linear_loss import rows_at_once
 from lightning_elixir.fused.operators import Gate, NormKind, activation, gated_product, rms_norm, rope
 from tests.helpers.processes import ROOT
 
-WIDTH, CLASSES, TOKENS = 16, 700, 2100
+WIDTH, CLASSES, TOKENS = 16, 700, 600
 
 
 def _operands(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
