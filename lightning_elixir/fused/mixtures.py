@@ -297,7 +297,8 @@ def added(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     if isinstance(rows, FakeTensor):
         num_tokens = max(1, places.shape[0])
         each = rows.shape[0] // num_tokens
-        return rows[: num_tokens * each].view(places.shape[0], each, rows.shape[1]).sum(1)
+        found = rows[: num_tokens * each].view(places.shape[0], each, rows.shape[1])
+        return found.sum(1, dtype=rows.dtype)  # told, since autocast would have it in fp32
     code = _code_for(rows)
     if code is None:
         found = rows[places.clamp(min=0)].to(torch.promote_types(rows.dtype, torch.float32))

@@ -168,6 +168,20 @@ def test_patterns_stay_when_operators_go() -> None:
     assert not any("forward" in vars(m) for m in model.modules())
 
 
+def test_dry_runs_send_16_bits_under_autocast() -> None:
+    def step(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+        model(**inputs).loss.backward()
+
+    model, mesh = make_lm("qwen3_moe"), Mesh(2, expert=2)
+    put_in(model, own_patterns(model, mesh), mesh, 0)
+    found = []
+    for autocast in (False, True):
+        with exchanges_of(model) as exchanges:
+            profile_memory(model, make_batch(0), step, torch.bfloat16, autocast=autocast)
+        found.append([(one.kind, one.nbytes) for one in exchanges])
+    assert found[0] == found[1] != []
+
+
 def test_dry_runs_count_what_is_saved() -> None:
     """As much traffic as without patterns, since each rank gets as many rows as it sends, and nearly as much memory:
     rows are kept in the place of tokens. What is exchanged is the same."""
