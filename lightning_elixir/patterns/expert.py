@@ -96,6 +96,10 @@ class _Chosen:
     weights: Tensor
     """`[n, k]`."""
 
+    def first(self, number: int) -> _Chosen:
+        """Those of the first tokens."""
+        return _Chosen(self.experts[:number], self.weights[:number])
+
 
 @dataclass(frozen=True)
 class _Way:
@@ -125,13 +129,14 @@ def _there_and_back(tokens: Tensor, chosen: _Chosen, way: _Way) -> Tensor:
     peers, width = way.peers, tokens.shape[1]
     goes, num_pairs = _destinations(chosen, way)
     every, rows_of_token = _taken(goes.t())
-    # All that can be begun before the number of rows is known, since that waits for the device.
+    # Before the number of rows is known, since that waits for the device, which has nothing to do then until rows go.
+    token_of_row, sent = _sent(every[:-1], rows_of_token.t(), chosen, way)
     counts: list[int] = torch.cat((goes.sum(0), num_pairs)).tolist()
     num_sent, num_pairs_sent = counts[: peers.size], counts[peers.size :]
     if sum(num_pairs_sent) != chosen.experts.numel():
         raise IndexError(f"tokens are given to experts other than the {way.number * peers.size} from 0 on")
     num_received, num_pairs_here = peers.count_rows(num_sent, num_pairs_sent, width)
-    token_of_row, sent = _sent(every[: sum(num_sent)], rows_of_token.t(), chosen, way)
+    token_of_row, sent = token_of_row[: sum(num_sent)], sent.first(sum(num_sent))
     token = torch.zeros(1, device=tokens.device, requires_grad=torch.is_grad_enabled())
     # Rows are made where they are handed on, so that nothing holds them longer than it takes.
     token, here, here_weights = ExchangedRows.apply(  # type: ignore[no-untyped-call]
@@ -152,7 +157,8 @@ def _foreseen_there_and_back(tokens: Tensor, chosen: _Chosen, way: _Way) -> Tens
     size, (num_tokens, k) = way.peers.size, chosen.experts.shape
     every, rows_of_token = _taken(_destinations(chosen, way)[0].t())
     num_rows = round(num_tokens * size * (1 - (1 - 1 / size) ** k))
-    token_of_row, sent = _sent(every[:num_rows], rows_of_token.t(), chosen, way)
+    token_of_row, sent = _sent(every[:-1], rows_of_token.t(), chosen, way)
+    token_of_row, sent = token_of_row[:num_rows], sent.first(num_rows)
     here = foreseen_rows(repeated_rows(tokens, token_of_row, rows_of_token.t()), way.peers)
     results = [_sums_here(here, sent, num_tokens * k, way)]
     del here
@@ -188,7 +194,7 @@ def _sent(rows: Tensor, rows_of_token: Tensor, chosen: _Chosen, way: _Way) -> tu
     """Which token each row is, `[m]`, and its experts on the rank that it goes to.
 
     Args:
-        rows: `[m]`, each rank * n + token.
+        rows: `[m]`, each rank * n + token. More may come after those that are sent.
         rows_of_token: `[n, size]`.
         chosen: The experts of the tokens.
         way: What they go through.
