@@ -26,12 +26,14 @@ class Fate(enum.Enum):
     """It goes to host memory behind computing, and comes back ahead of need."""
     RECOMPUTE_OFFLOADED = "recompute_offloaded"
     """As `RECOMPUTE`, with the inputs in host memory meanwhile."""
+    KEEP_ATTENTION = "keep_attention"
+    """As `RECOMPUTE`, but what fused attention has given stays on the device, and is not computed again."""
 
     __hash__ = object.__hash__
 
     @property
     def is_recomputed(self) -> bool:
-        return self in (Fate.RECOMPUTE, Fate.RECOMPUTE_OFFLOADED)
+        return self in (Fate.RECOMPUTE, Fate.RECOMPUTE_OFFLOADED, Fate.KEEP_ATTENTION)
 
     @property
     def is_offloaded(self) -> bool:
@@ -151,6 +153,7 @@ _WORDS = {
     Fate.RECOMPUTE: "recomputed in backward",
     Fate.OFFLOAD: "sent to host memory",
     Fate.RECOMPUTE_OFFLOADED: "recomputed from inputs in host memory",
+    Fate.KEEP_ATTENTION: "recomputed but for attention",
 }
 
 

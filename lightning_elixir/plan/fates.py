@@ -4,7 +4,8 @@ What a visit of a block (one call, and its backward) spares the device between t
 end of its forward on, or for what goes to host memory from the end of the next such block's (Note: activations in host
 memory, `runtime/offloading.py`), until its backward, or that of the next such block, so much less is there. A block
 that is recomputed has its forward once more before its backward: the same accesses, operators and peak, on top of what
-is there then. Copies begin at the end of a block, and come back when the backward of the next one begins.
+is there then; where attention is kept, its results are not spared, and that forward does without computing them. Copies
+begin at the end of a block, and come back when the backward of the next one begins.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from itertools import accumulate
 
 from lightning_elixir.plan.activations import ActivationMoves, Fate, ModelBlock
 from lightning_elixir.plan.profile import BlockVisit, MemoryProfile, ProfileInterval
+
+_LAUNCHES_SEEN = 2
+"""Launches for which the host has time while it launches one operator and looks at it: a mode of Python takes about as
+long as the launch, and is told of views as well."""
 
 
 def with_fates(profile: MemoryProfile, blocks: Sequence[ModelBlock]) -> MemoryProfile:
@@ -36,13 +41,15 @@ def with_fates(profile: MemoryProfile, blocks: Sequence[ModelBlock]) -> MemoryPr
     timeline: list[ProfileInterval] = []
     for index, interval in enumerate(profile.timeline):
         for visit in changes.recomputed_before.get(index, ()):
-            timeline += _recomputation(profile.timeline, visit, visit.after_bytes - changes.spared_before(index))
+            begin_bytes = visit.after_bytes - changes.spared_before(index)
+            timeline += _recomputation(profile.timeline, visit, begin_bytes, fates[visit.name])
         spared = changes.spared(index)
         timeline.append(
             replace(
                 interval,
                 activation_bytes=max(0, interval.activation_bytes - spared),
                 total_bytes=max(0, interval.total_bytes - spared),
+                num_ops=interval.num_ops * (_LAUNCHES_SEEN if index in changes.seen else 1),
                 dropped=(*interval.dropped, *changes.dropped(index)),
                 held=(*interval.held, *changes.held.get(index, ())),
                 moves=changes.moves.get(index, interval.moves),
@@ -69,6 +76,8 @@ class _Changes:
         self.recomputed_before: dict[int, list[BlockVisit]] = {}
         """Visits by the first interval of their backward."""
         self.moves: dict[int, ActivationMoves] = {}
+        self.seen: set[int] = set()
+        """Intervals in which the host looks at each operator, whether it is attention."""
         self.held: dict[int, tuple[str, ...]] = {}
         """Parameters that a recomputation has saved and its backward has still to use."""
         self.offloaded_bytes = 0
@@ -80,7 +89,11 @@ class _Changes:
                 continue
             if fate.is_recomputed:
                 # Until the recomputation has begun, which is just before the backward.
-                self._spare(visit.inner_bytes, 2 * visit.forward[1], 2 * visit.backward[0])
+                kept_bytes = 0
+                if fate is Fate.KEEP_ATTENTION:
+                    kept_bytes = sum(call.nbytes for call in visit.attention)
+                    self.seen.update(range(*visit.forward))
+                self._spare(visit.inner_bytes - kept_bytes, 2 * visit.forward[1], 2 * visit.backward[0])
                 self.recomputed_before.setdefault(visit.backward[0], []).append(visit)
                 self._hold(visit)
             if fate.is_offloaded:
@@ -139,7 +152,7 @@ def _last_drops(timeline: Sequence[ProfileInterval], visit: BlockVisit) -> tuple
 
 
 def _recomputation(
-    timeline: Sequence[ProfileInterval], visit: BlockVisit, begin_bytes: int
+    timeline: Sequence[ProfileInterval], visit: BlockVisit, begin_bytes: int, fate: Fate
 ) -> Iterator[ProfileInterval]:
     """The forward of a visit once more.
 
@@ -147,21 +160,31 @@ def _recomputation(
         timeline: Of a step that keeps everything.
         visit: Its forward is one or more intervals of it.
         begin_bytes: Activations when it begins, what the visit spares the device not counted.
+        fate: Of the block.
     """
+    keeps_attention = fate is Fate.KEEP_ATTENTION
+    flops, there = dict[int, int](), dict[int, int]()
+    for call in visit.attention if keeps_attention else ():
+        flops[call.interval] = flops.get(call.interval, 0) + call.flops
+        there[call.interval] = there.get(call.interval, 0) + call.nbytes
     held: dict[str, None] = {}
     last = visit.last_save
     for offset, interval in enumerate(timeline[visit.forward[0] : last.interval + 1]):
-        if visit.forward[0] + offset == last.interval:
+        index = visit.forward[0] + offset
+        if index == last.interval:
             done = last._asdict()
             del done["interval"]
             interval = replace(interval, **done)
         more = interval.activation_bytes - interval.workspace_bytes - visit.before_bytes
         activations = max(0, begin_bytes + more)
+        begin_bytes -= there.get(index, 0)  # what was counted when recomputation began is not made again
         yield replace(
             interval,
             is_backward=True,
             activation_bytes=activations,
             total_bytes=max(0, interval.total_bytes + activations - interval.activation_bytes),
+            flops=interval.flops - flops.get(index, 0),
+            num_ops=interval.num_ops * (_LAUNCHES_SEEN if keeps_attention else 1),
             dropped=() if offset == 0 else interval.dropped,
             grads=(),
             held=(*interval.held, *held),

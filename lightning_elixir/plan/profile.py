@@ -70,6 +70,16 @@ class Moment(NamedTuple):
     activation_bytes: int
 
 
+class AttentionCall(NamedTuple):
+    """A call of fused attention whose results may stay where the rest is recomputed."""
+
+    interval: int
+    """Of the timeline."""
+    flops: int
+    nbytes: int
+    """Of its results."""
+
+
 @dataclass(frozen=True)
 class BlockVisit:
     """One call of a block in a step that keeps everything, and its backward."""
@@ -92,6 +102,8 @@ class BlockVisit:
     """The block's inputs, as far as they could go to host memory, and no visit before this one has had them."""
     offload_bytes: int
     """Saved, as far as that could go to host memory, and no visit before this one has saved it."""
+    attention: tuple[AttentionCall, ...] = ()
+    """In its forward."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +179,7 @@ class MemoryProfile:
                 forward=(first - start, after - start),
                 backward=(begin - start, min(over, end) - start) if start <= begin < end else (0, 0),
                 last_save=visit.last_save._replace(interval=visit.last_save.interval - start),
+                attention=tuple(call._replace(interval=call.interval - start) for call in visit.attention),
             )
 
         return tuple(moved(visit) for visit in self.visits if start <= visit.forward[0] and visit.forward[1] <= end)

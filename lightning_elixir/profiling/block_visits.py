@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_elixir.core.device import beside_dispatch_modes
 from lightning_elixir.plan.activations import LEAST_OFFLOADED_BYTES
-from lightning_elixir.plan.profile import BlockVisit, Moment
+from lightning_elixir.plan.profile import AttentionCall, BlockVisit, Moment
 from lightning_elixir.profiling.step_recorder import StepRecorder
 
 
@@ -32,6 +32,7 @@ class _Visit:
     """Of each storage that is saved, by address: bytes, and whether it was made inside."""
     first_saved: dict[int, int] = field(default_factory=dict)
     """Bytes of those that no visit before has saved."""
+    attention: list[AttentionCall] = field(default_factory=list)
     last_save: Moment | None = None
     end: int = 0
     outputs: frozenset[int] = frozenset()
@@ -50,6 +51,7 @@ class BlockVisits:
 
     def __init__(self, recorder: StepRecorder, model: nn.Module, names: Collection[str]) -> None:
         self._recorder = recorder
+        recorder.on_attention = self._note_attention
         self._open: list[_Visit | None] = []
         self._done: list[_Visit] = []
         self._in_backward: _Visit | None = None
@@ -115,6 +117,13 @@ class BlockVisits:
             visit.backward_begin, visit.after_bytes, _ = self._recorder.mark(visit.name)
         return saved
 
+    def _note_attention(self, call: AttentionCall) -> None:
+        visit = self._open[-1] if self._open else None
+        if visit is not None and torch.is_grad_enabled():
+            top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            if top is not None and top[0] is visit.hooks.pack_hook:  # else the user's own decide
+                visit.attention.append(call)
+
     def found(self, num_intervals: int) -> tuple[BlockVisit, ...]:
         """After the step.
 
@@ -141,6 +150,7 @@ class BlockVisits:
                     inner_bytes=sum(inner),
                     input_bytes=_large(fresh),
                     offload_bytes=_large(visit.first_saved),
+                    attention=tuple(visit.attention),
                 )
             )
         return tuple(visits)

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_elixir.plan.profile import Moment, ProfileInterval
+from lightning_elixir.core.attention import can_stand_in, is_attention
+from lightning_elixir.plan.profile import AttentionCall, Moment, ProfileInterval
 from lightning_elixir.profiling.allocator import Block, CachingAllocator
 from lightning_elixir.profiling.fake_results import FakeResults
 from lightning_elixir.profiling.known_values import run
@@ -121,6 +122,10 @@ class StepRecorder(TorchDispatchMode):
         self._workspaces: set[tuple[bool, int]] = set()  # of matrix products: whether backward's, and size
         self._workspace_bytes = 0  # of matrix products
         self._intervals = [_Interval((), False, (), "", False, 0, 0)]
+        self._compiled: frozenset[str] = frozenset()
+        self.on_attention: Callable[[AttentionCall], None] | None = None
+        """Called for each call of fused attention in a forward that needs gradients, but for those inside compiled code
+        and those with dropout."""
 
     # Before the step
 
@@ -141,6 +146,7 @@ class StepRecorder(TorchDispatchMode):
                 if tensor is not None:
                     self.hold(tensor)
         inside: set[int] = set()
+        self._compiled = frozenset(compiled)
         for name, module in model.named_modules():
             if name in compiled:
                 inside.update(id(m) for m in module.modules())
@@ -260,8 +266,15 @@ class StepRecorder(TorchDispatchMode):
         self._note_peak()
         for block in blocks:
             self._release(block, _ACTIVATION)
+        flops = self._intervals[-1].flops
         if (is_new or func._schema.is_mutable) and packet not in _EMPTY:
             self._count(func, args, kwargs, result, sources, outputs)
+        if self.on_attention is not None and is_attention(func) and can_stand_in(func, args, kwargs):
+            is_seen = not any(frame.name in self._compiled for frame in self._frames)
+            if is_seen and not _in_backward() and any(tensor.requires_grad for tensor in sources):
+                keys = {tensor.untyped_storage()._cdata for tensor in outputs}
+                nbytes = sum(self.known_bytes(key)[0] for key in keys)
+                self.on_attention(AttentionCall(len(self._intervals) - 1, self._intervals[-1].flops - flops, nbytes))
         return result
 
     def _hold_matmul_workspace(self, is_biased: bool) -> None:

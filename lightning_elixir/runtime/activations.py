@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.core.checkpointing import is_switched_on, switch_off, switch_on
+from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.activations import Fate, ModelBlock, has_offloaded, less_activations
 from lightning_elixir.plan.memory import Budget
@@ -35,6 +36,7 @@ from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.timeline import plan_use
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.hooks import Around, SavedTensors
+from lightning_elixir.runtime.kept_attention import keeping_attention
 from lightning_elixir.runtime.offloading import Offloader
 from lightning_elixir.runtime.phases import Phase
 
@@ -65,6 +67,7 @@ class Activations:
         self._is_offloading = False
         self._has_told = False
         self._unchunked: list[nn.Parameter] = []
+        self._compiled: frozenset[nn.Module] = frozenset()
 
     def adopt(self, plan: Plan) -> list[tuple[nn.Module, Around]]:
         """Take up what a plan says.
@@ -83,6 +86,7 @@ class Activations:
                 " this model"
             )
         if plan.activations != self._blocks:
+            self._note_compiled([modules[b.name] for b in plan.activations if b.fate is Fate.KEEP_ATTENTION])
             self._follow([block.name for block in plan.activations])
             self._engine.iterations.outdate()
         self._blocks = plan.activations
@@ -161,6 +165,19 @@ class Activations:
                 len(names),
             )
 
+    def _note_compiled(self, blocks: Collection[nn.Module]) -> None:
+        """Of these, whose attention is to be kept, none is told apart in compiled code."""
+        self._compiled = frozenset()
+        if blocks:
+            self._compiled = frozenset(r.entrance for r in compiled_regions(self._engine.module)).intersection(blocks)
+        if self._compiled:
+            log.warning(
+                "activations: '%s' keeps nothing of %d compiled blocks, which are recomputed with their attention: what"
+                " is inside compiled code cannot be told apart",
+                Fate.KEEP_ATTENTION.value,
+                len(self._compiled),
+            )
+
     # A call of a block
 
     def _run(
@@ -183,7 +200,8 @@ class Activations:
         run = partial(call, *args, **kwargs)
         if fate.is_recomputed:
             self._engine.moved.recomputed_blocks += 1
-            run = partial(_recomputed, module, call, args, kwargs)
+            keeps_attention = fate is Fate.KEEP_ATTENTION and module not in self._compiled
+            run = partial(_recomputed, module, call, args, kwargs, keeps_attention=keeps_attention)
         if fate.is_offloaded:
             run = partial(self.offloader.run, run)
         return run() if fate is Fate.KEEP else self._engine.forwards.run_block(run)
@@ -231,7 +249,14 @@ def _is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length")
 
 
-def _recomputed(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _recomputed(
+    module: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    keeps_attention: bool,
+) -> Any:
     """Run a block under torch's checkpoint, with all tensors among its arguments as inputs of that."""
     leaves, spec = tree_flatten((args, kwargs))
     # One that comes twice is one again: attention looks whether queries, keys and values are the same tensor.
@@ -251,7 +276,9 @@ def _recomputed(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ..
         return call(*again_args, **again_kwargs)
 
     buffers = list(_buffers(module))
-    options: dict[str, Any] = {"context_fn": partial(_contexts, buffers)} if buffers else {}
+    options: dict[str, Any] = {}
+    if buffers or keeps_attention:
+        options["context_fn"] = partial(_contexts, buffers, keeps_attention)
     return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True, **options)
 
 
@@ -272,12 +299,41 @@ def _buffers(module: nn.Module) -> Iterator[_Buffer]:
                     yield part, name, buffer
 
 
-def _contexts(buffers: list[_Buffer]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+_Context = AbstractContextManager[Any]
+
+
+def _contexts(buffers: list[_Buffer], keeps_attention: bool) -> tuple[_Context, _Context]:
     """Around the forward of a block, and around its recomputation."""
     small = [(part, name, buffer.detach().clone()) for part, name, buffer in buffers if buffer.numel() <= _MOST_COPIED]
     large = [(name, buffer, buffer._version) for _, name, buffer in buffers if buffer.numel() > _MOST_COPIED]
-    forward = _LargeBuffersStay(large) if large else nullcontext()
-    return forward, _BuffersAsBefore(small) if small else nullcontext()
+    forward: _Context = _LargeBuffersStay(large) if large else nullcontext()
+    again: _Context = _BuffersAsBefore(small) if small else nullcontext()
+    if not keeps_attention:
+        return forward, again
+    keeping, replaying = keeping_attention()
+    return _Both(forward, keeping), _Both(again, replaying)
+
+
+class _Both:
+    """Two contexts, as often as they are entered.
+
+    Args:
+        outer: Entered first.
+        inner: Entered then.
+    """
+
+    def __init__(self, outer: _Context, inner: _Context) -> None:
+        self._outer, self._inner = outer, inner
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as entering:
+            entering.enter_context(self._outer)
+            entering.enter_context(self._inner)
+            self._entered = entering.pop_all()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.__exit__(*error)
 
 
 class _LargeBuffersStay:

@@ -28,14 +28,14 @@ from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
 from lightning_elixir.plan.memory import Budget
 from lightning_elixir.plan.placing.mixes import Mix, best_mix
 from lightning_elixir.plan.problem import PlacementRequest
-from lightning_elixir.plan.profile import BlockVisit, MemoryProfile, Moment, ProfileInterval
+from lightning_elixir.plan.profile import AttentionCall, BlockVisit, MemoryProfile, Moment, ProfileInterval
 from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.planning import TrainingRegime, make_plan, optimal_search, simple_search, timeline_of
 from lightning_elixir.profiling.blocks import found_blocks
 from tests.helpers.tiers import telling
 from tests.plan.problems import constant_hardware
 
-KEEP, AGAIN, AWAY, AGAIN_AWAY = Fate
+KEEP, AGAIN, AWAY, AGAIN_AWAY, ATTENDING = Fate
 MIB = 2**20
 
 
@@ -61,7 +61,7 @@ def test_plans_in_files_say_what_becomes_of_activations() -> None:
         plan_from_dict(content)
     content = plan_to_dict(plan)
     content["activations"] = [{"name": "0", "fate": "burn"}]
-    with pytest.raises(PlanError, match="block 0: fate must be one of keep, recompute, offload, recompute_offloaded"):
+    with pytest.raises(PlanError, match="block 0: fate must be one of keep, recompute, .*, keep_attention, got"):
         plan_from_dict(content)
 
 
@@ -152,6 +152,19 @@ def test_inputs_go_alone_where_the_rest_is_recomputed() -> None:
     assert both.flops == 132
 
 
+def test_what_attention_gave_stays_and_is_not_computed_again() -> None:
+    call = AttentionCall(1, 7, 30)
+    step = replace(STEP, visits=(replace(VISITS[0], attention=(call,)), VISITS[1]))
+    attending = with_fates(step, [ModelBlock("a", ATTENDING), ModelBlock("b", KEEP)])
+    # Of a, 30 of 90 stay. Its second interval once more adds 95, of which these are there.
+    assert _levels(attending) == [10, 50, 110, 90, 150, 160, 155, 100, 92, 117, 115, 60]
+    copies = attending.timeline[8:10]
+    assert [(i.fqns, i.flops, i.num_ops) for i in copies] == [(("a1",), 3, 2), (("a2",), 6, 2)]
+    assert [i.num_ops for i in attending.timeline[:4]] == [1, 2, 2, 1]  # each is looked at
+    assert attending.flops == 116 - 7
+    assert _levels(with_fates(step, [ModelBlock("a", AGAIN)])) == _levels(_step(AGAIN, KEEP))
+
+
 # Times
 
 
@@ -198,35 +211,48 @@ def test_a_mix_gives_every_block_its_fate(num_blocks: int) -> None:
         fates = [block.fate for block in blocks]
         assert [block.name for block in blocks] == names
         assert (fates.count(AGAIN), fates.count(AWAY)) == (recomputed, offloaded)
+        some = [block.fate for block in Mix(recomputed, offloaded, attending=recomputed // 2).blocks(names)]
+        assert some.count(ATTENDING) == recomputed // 2
+        assert some.count(AGAIN) + some.count(ATTENDING) == recomputed
         if num_blocks == 8 and (recomputed, offloaded) == (4, 2):
             assert fates[-1] is not AWAY
             assert max(len(list(run)) for _, run in itertools.groupby(fates)) <= 2
 
 
+@pytest.mark.parametrize("has_attention", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_the_best_mix_is_found_on_smooth_ground(seed: int) -> None:
+def test_the_best_mix_is_found_on_smooth_ground(seed: int, has_attention: bool) -> None:
     """Against all mixes: recomputing costs time, offloading waits beyond what the bus hides, keeping takes room."""
     random = Random(seed)
     n = random.choice((2, 4, 12, 24, 32))
     again_s, bus_s, room = random.random(), 3 * random.random(), random.random() * n
     hidden = random.random() * n
+    attention_s = has_attention * again_s * random.uniform(0.15, 0.8)  # for a tenth of what a block keeps
 
     def seconds(mix: Mix) -> float:
-        inputs = 0.1 * mix.recomputed
-        if n - mix.recomputed - mix.offloaded + (0 if mix.has_inputs_on_host else inputs) > room:
+        inputs = 0.1 * (mix.recomputed - mix.attending)
+        on_device = 0.2 * mix.attending + (0 if mix.has_inputs_on_host else inputs)
+        if n - mix.recomputed - mix.offloaded + on_device > room:
             return math.inf
         exposed = max(0.0, mix.offloaded + (inputs if mix.has_inputs_on_host else 0) - hidden)
-        return 10 + again_s * mix.recomputed + bus_s * exposed
+        return computing(mix) + bus_s * exposed
+
+    def computing(mix: Mix) -> float:
+        return 10 + again_s * mix.recomputed - attention_s * mix.attending
 
     numbers = ((r, o) for r, o in itertools.product(range(n + 1), repeat=2) if r + o <= n)
-    least_s = min(seconds(Mix(r, o, h)) for (r, o), h in itertools.product(numbers, (False, True)))
+    least_s = min(
+        seconds(Mix(r, o, h, attending))
+        for (r, o), h in itertools.product(numbers, (False, True))
+        for attending in range(r * has_attention + 1)
+    )
     asked = []
 
     def first_seconds(mix: Mix) -> float:
         asked.append(mix)
         return seconds(mix) * (1 + 0.08 * random.random())  # under a placement that is not the best
 
-    best = best_mix(n, first_seconds, seconds, lambda mix: 10 + again_s * mix.recomputed)
+    best = best_mix(n, first_seconds, seconds, computing, is_attention_worth_it=has_attention)
     assert len(asked) == len(set(asked))
     assert (best is None) == math.isinf(least_s)
     if best is not None:
@@ -288,6 +314,27 @@ def test_the_fastest_that_fits_is_chosen(policy: str) -> None:
     assert _fates(fast) & {AGAIN, AGAIN_AWAY}  # and hardly any
     assert _planned(model, profile, tight, flops=1e16, policy=policy) == fast  # type: ignore[arg-type]
     assert "activations: 8 kept on the GPU" in fast.explain()
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 1024), nn.Linear(1024, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + nn.functional.scaled_dot_product_attention(x, x, x)
+        return x + self.down(torch.tanh(self.up(y)))
+
+
+@pytest.mark.parametrize(("shape", "is_worth_it"), [((1, 1, 16384, 64), True), ((1, 2048, 8, 64), False)])
+def test_attention_is_kept_where_sequences_are_long(shape: tuple[int, ...], is_worth_it: bool) -> None:
+    """A byte of it saves more than one of all that a block keeps."""
+    model = nn.Sequential(*(Attending() for _ in range(8)))
+    inp = {"x": torch.zeros(shape)}
+    profile = profile_memory(model, inp, lambda m, i: m(i["x"]).sum().backward(), blocks=found_blocks(model))
+    plan = _planned(model, profile, 600 * MIB, 2**20)
+    assert (ATTENDING in _fates(plan)) == is_worth_it
+    assert _fates(plan) - {KEEP, ATTENDING} == (set() if is_worth_it else {AGAIN})
 
 
 @pytest.mark.full

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_elixir import ElixirModule, profile_memory
 from lightning_elixir.plan.activations import ActivationRequest, Fate, ModelBlock
 from lightning_elixir.plan.fates import with_fates
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.profiling.blocks import blocks_of, found_blocks
+from lightning_elixir.runtime.kept_attention import keeping_attention
 from tests.helpers.plans import make_plan
 from tests.helpers.tiers import full, telling
 
@@ -39,14 +40,18 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, depth: int = 4, is_checkpointed: bool = False) -> None:
+    def __init__(self, depth: int = 4, is_checkpointed: bool = False, context_fn: Any = noop_context_fn) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(depth))
         self.is_checkpointed = is_checkpointed
+        self.context_fn = context_fn
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+            if self.is_checkpointed:
+                x = checkpoint(block, x, use_reentrant=False, context_fn=self.context_fn)
+            else:
+                x = block(x)
         return x
 
 
@@ -71,12 +76,17 @@ def test_watching_blocks_changes_nothing() -> None:
         assert getattr(watched, name) == getattr(plain, name), name
 
 
+@pytest.mark.parametrize(
+    ("fate", "context_fn"), [(Fate.RECOMPUTE, noop_context_fn), (Fate.KEEP_ATTENTION, keeping_attention)]
+)
 @pytest.mark.parametrize("dtype", telling([None, torch.bfloat16], "None"))
-def test_recomputing_is_foreseen_as_a_real_checkpoint_takes_it(dtype: torch.dtype | None) -> None:
+def test_recomputing_is_foreseen_as_a_real_checkpoint_takes_it(
+    dtype: torch.dtype | None, fate: Fate, context_fn: Any
+) -> None:
     x = torch.zeros(8, 512, 256)
     model = Net()
-    foreseen = _all(_profile(model, x, dtype=dtype, blocks=found_blocks(model)), Fate.RECOMPUTE)
-    real = _profile(Net(is_checkpointed=True), x, dtype=dtype)
+    foreseen = _all(_profile(model, x, dtype=dtype, blocks=found_blocks(model)), fate)
+    real = _profile(Net(is_checkpointed=True, context_fn=context_fn), x, dtype=dtype)
     assert foreseen.flops == real.flops
     # Workspaces of backward come with its own products here, and with the first that is recomputed there.
     assert 0.99 * real.activation_bytes <= foreseen.activation_bytes <= 1.05 * real.activation_bytes

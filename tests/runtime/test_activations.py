@@ -633,7 +633,7 @@ def test_a_plan_can_change_what_becomes_of_activations() -> None:
         pair.step(seed)
     pair.check()
     pair.module.replan(replace(plan, activations=()))
-    assert {block.fate for block in pair.module.plan.activations} == {Fate.RECOMPUTE_OFFLOADED}
+    assert {block.fate for block in pair.module.plan.activations} == {Fate(FATES[-1])}
 
 
 class _Cache:

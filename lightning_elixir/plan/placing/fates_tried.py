@@ -66,7 +66,20 @@ class FatesTried:
                 found[mix] = seconds(candidate(mix))
             return found[mix]
 
-        best = best_mix(len(names), first, look, lambda mix: num_backwards * candidate(mix).profile.compute_s)
+        def saved_per_byte(mix: Mix) -> float:
+            """Seconds of computing that a byte on the device saves, beside recomputing everything."""
+            least, more = (candidate(one).profile for one in (Mix(len(names)), mix))
+            nbytes = more.peak_non_model_bytes - least.peak_non_model_bytes
+            saved_s = least.compute_s - more.compute_s
+            return 0.0 if saved_s <= 0 else saved_s / nbytes if nbytes > 0 else math.inf
+
+        best = best_mix(
+            len(names),
+            first,
+            look,
+            lambda mix: num_backwards * candidate(mix).profile.compute_s,
+            is_attention_worth_it=saved_per_byte(Mix(len(names), attending=len(names))) > saved_per_byte(Mix()),
+        )
         if best is None:
             best = Mix(recomputed=len(names))
             found[best] = math.inf

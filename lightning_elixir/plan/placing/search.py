@@ -96,7 +96,7 @@ def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
         raise min((one.refusal() for one in searches), key=distance)
     outcome, one = _of_sizes(found, is_time_guessed=problem.is_time_guessed)
     outcome = one.refined(outcome)
-    if tried and outcome.choice != one.everything:
+    if tried and not one.is_least(outcome):
         outcome, one, tried = _with_fates_of_its_own(candidates, (outcome, one, tried), found, problem)
         searches.append(one)
     outcome = one.fetching_ahead(one.with_best_spares(outcome))
@@ -118,8 +118,8 @@ def _of_each_size(
         if outcome is None:
             continue
         found.append((outcome, one))
-        if outcome.choice == one.everything:
-            break  # everything is on the GPU: no chunk size makes that faster
+        if one.is_least(outcome):
+            break
     return searches, found
 
 
@@ -193,7 +193,7 @@ def _of_sizes(
     then may give the host too much to do, the largest leave too little choice."""
     least_s = min(outcome.felt_s for outcome, _ in found) * (1 + 1e-9)
     best = next(pair for pair in found if pair[0].felt_s <= least_s)
-    if found[-1][0].choice == found[-1][1].everything:  # the search ends there
+    if found[-1][1].is_least(found[-1][0]):  # the search ends there
         return found[-1]
     if not is_time_guessed:
         return best
@@ -246,6 +246,10 @@ def _forecast(timeline: Timeline, use: MemoryUse, budget: Budget, binding: str, 
 
 class _LayoutSearch(Space):
     """The search among placements of one layout."""
+
+    def is_least(self, outcome: Outcome) -> bool:
+        """Whether no chunk size makes that faster: everything is on the GPU, and no other fates would compute less."""
+        return outcome.choice == self.everything and not self.could_compute_less
 
     # The climb
 

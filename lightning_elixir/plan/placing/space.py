@@ -105,6 +105,9 @@ class Space:
         self.trainable = [i for i, c in enumerate(packed) if c.requires_grad]
         self.num_trainable = len(self.trainable)
         self.everything = Choice(resident=self.num_trainable, kept=len(packed))
+        is_recomputed = any(block.fate.is_recomputed for block in problem.blocks)
+        self.could_compute_less = candidate.with_fates is not None and is_recomputed
+        """Fates of activations are to be chosen, and these are not the fastest."""
         self.is_shared = not self.placer.scheme.is_shard_whole
         # Replicas that several ranks keep are gathered at the step. Hosts wait there for the update, if that is not
         # over, and the device runs dry meanwhile (seen: 1.29 instead of 1.15 s a step on two H200s, for one chunk).

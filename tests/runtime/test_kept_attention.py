@@ -1,0 +1,150 @@
+"""Blocks that are recomputed but for attention: bits of keeping everything, and which calls run twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_elixir.core.attention import is_attention
+from lightning_elixir.runtime.kept_attention import keeping_attention
+from tests.helpers.activations import PLACEMENTS, WIDTH, Block, Pair, Stack, planned
+from tests.helpers.seeds import seed_torch
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+]
+
+DEPTH = 3
+
+
+class Attending(Block):
+    """Attention over the rows before the MLP.
+
+    Args:
+        dropout: Of attention.
+        is_checkpointed: By itself, inside.
+    """
+
+    def __init__(self, dropout: float = 0.0, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.merge = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = nn.LayerNorm(WIDTH)
+        self.dropout, self.is_checkpointed = dropout, is_checkpointed
+
+    def attend(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.first(x)).view(1, len(x), 3, 4, -1).permute(2, 0, 3, 1, 4)
+        y = scaled_dot_product_attention(*heads, dropout_p=self.dropout, is_causal=True)
+        return x + self.drop(self.merge(y.transpose(1, 2).flatten(2)[0]))
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
+        y: Tensor = checkpoint(self.attend, x, use_reentrant=False) if self.is_checkpointed else self.attend(x)
+        return super().forward(y, scale=scale)
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += is_attention(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _calls(fate: str, make_block: Callable[[], nn.Module], placement: str = "tight", device: Any = "cpu") -> int:
+    """In a step of an engine, which has the bits of plain PyTorch."""
+    seed_torch(0)
+    model = Stack(make_block, DEPTH)
+    pair = Pair(model, planned(model, fate, **PLACEMENTS[placement]), device)
+    for seed in range(2):
+        pair.step(seed, rows=256)
+    with Calls() as plain:
+        pair.plain(torch.randn(256, 16, device=device)).sum().backward()
+    pair.oracle.zero_grad()
+    with Calls() as calls:
+        pair.step(2, rows=256)
+    pair.check()
+    assert pair.module.stats().recomputed_blocks == 3 * DEPTH
+    return calls.number - plain.number
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_attention_is_not_computed_again(placement: str, device: torch.device) -> None:
+    assert _calls("keep_attention", Attending, placement, device) == DEPTH
+
+
+def test_attention_with_dropout_is() -> None:
+    """It draws random numbers, which what comes after it would draw else."""
+    before = _calls("keep_attention", lambda: Attending(0.1))
+    assert before == _calls("recompute", lambda: Attending(0.1))
+
+
+def test_attention_that_a_checkpoint_inside_has_dropped_is() -> None:
+    assert _calls("keep_attention", lambda: Attending(is_checkpointed=True)) == _calls(
+        "recompute", lambda: Attending(is_checkpointed=True)
+    )
+
+
+def test_a_graph_may_be_gone_through_again() -> None:
+    q = torch.randn(1, 2, 64, 16, requires_grad=True)
+    with Calls() as calls:
+        y = checkpoint(
+            lambda q: scaled_dot_product_attention(q * 2, q, q).exp(),
+            q,
+            use_reentrant=False,
+            context_fn=keeping_attention,
+        )
+        grads = [torch.autograd.grad(y.sum(), q, retain_graph=True) for _ in range(3)]
+    expected = torch.autograd.grad(scaled_dot_product_attention(q * 2, q, q).exp().sum(), q)
+    assert all(torch.equal(*grad, *expected) for grad in grads)
+    assert calls.number == 1
+
+
+def test_what_was_written_to_is_computed_again() -> None:
+    keeping, replaying = keeping_attention()
+    q = torch.randn(1, 2, 64, 16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), keeping:  # as a checkpoint has some
+        first = scaled_dot_product_attention(q, q, q)
+        second = scaled_dot_product_attention(q, 2 * q, q)
+    expected = first.detach().clone()
+    first.detach().zero_()
+    with Calls() as calls, replaying:
+        again = scaled_dot_product_attention(q, q, q)
+        other = scaled_dot_product_attention(q, 2 * q, q)
+    assert torch.equal(again, expected)
+    assert other.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert calls.number == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_blocks_keep_nothing_and_say_so(when: str, caplog: pytest.LogCaptureFixture) -> None:
+    seed_torch(0)
+    model = Stack(Attending, depth=2)
+    for block in model.blocks:
+        block.drop = nn.Identity()
+
+    def compiled(of: nn.Module) -> None:
+        for block in of.blocks:  # type: ignore[union-attr]
+            block.compile(backend="aot_eager")
+
+    if when == "before":
+        compiled(model)
+    pair = Pair(model, planned(model, "keep_attention"))
+    if when == "after":
+        compiled(pair.plain)
+        compiled(model)
+    assert ("keeps nothing of 2 compiled blocks" in caplog.text) == (when == "before")
+    for seed in range(2):
+        pair.step(seed, rows=256)
+    pair.check()
+    assert pair.module.stats().recomputed_blocks == 4
