@@ -63,9 +63,9 @@ class ElixirModule(nn.Module):
             optimizer states of what trains are spread over the ranks. Frozen parameters of classes that no chunk can
             hold are left out by themselves.
         activations: What becomes of the tensors that autograd saves in the model's blocks, instead of what the plan
-            says: "keep", "recompute", "offload", "recompute_offloaded", or a dict from globs over names of blocks to
-            these. "auto": as the plan has it, which `optimal_search(activations="auto")` has made. None: as the plan
-            has it; one that says nothing leaves it to the model.
+            says: "keep", "recompute", "offload", "recompute_offloaded", "keep_attention", or a dict from globs over
+            names of blocks to these. "auto": as the plan has it, which `optimal_search(activations="auto")` has made.
+            None: as the plan has it; one that says nothing leaves it to the model.
         autocast: Run forward under `torch.autocast` in `dtype`; otherwise floating inputs are cast to a 16-bit `dtype`.
         force_outputs_fp32: Cast floating outputs to fp32.
         reduce_dtype: What gradients are cast to for the reduction over ranks; None: as they are.

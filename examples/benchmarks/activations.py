@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from defaults import GIB, Case, measured, names_of, parser_of
 
 HANDS = ("recompute", "save_inputs_on_cpu", "trl", "save_on_cpu", "keep")
-CHOICES = ("auto", "recompute", "recompute_offloaded", "offload", "keep")
+CHOICES = ("auto", "recompute", "recompute_offloaded", "keep_attention", "offload", "keep")
 
 
 def _around(base: Case, name: str) -> dict[str, Case]:

@@ -179,8 +179,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--activations",
         nargs="+",
         metavar="WHAT",
-        help="what becomes of the activations of the model's blocks: auto, keep, recompute, offload or"
-        " recompute_offloaded; or GLOB=WHAT, for blocks by name; instead of --checkpointing",
+        help="what becomes of the activations of the model's blocks: auto, keep, recompute, offload,"
+        " recompute_offloaded or keep_attention; or GLOB=WHAT, for blocks by name; instead of --checkpointing",
     )
     group.add_argument("--accumulate", type=_positive, default=1, metavar="N", help="micro-batches of a step")
     group.add_argument(

@@ -29,7 +29,7 @@ PolicyName = Literal["auto", "cpu", "cuda", "const", "static"]
 TimingName = Literal["auto", "after_backward", "behind_forward", "inside_backward"]
 NvmeBackendName = Literal["direct", "tensornvme"]
 StateDictType = Literal["full", "sharded"]
-FateName = Literal["keep", "recompute", "offload", "recompute_offloaded"]
+FateName = Literal["keep", "recompute", "offload", "recompute_offloaded", "keep_attention"]
 ActivationsOption = Literal["auto"] | FateName | dict[str, FateName] | None
 
 if TYPE_CHECKING:

@@ -129,10 +129,11 @@ class StrategyOptions(Processes):
             activations: What becomes of the tensors that autograd saves in the blocks of the model (layers that repeat
                 in a list) between forward and backward. "keep": they stay on the GPU. "recompute": they are dropped,
                 and backward runs the block again. "offload": they go to host memory and come back ahead of need.
-                "recompute_offloaded": as "recompute", with the block's inputs in host memory. A dict from globs over
-                names of blocks, or of other modules, to these: for some. "auto": the fastest for each block, found
-                together with the placement of chunks, from a dry run of the training step. All give the same numbers.
-                They take the place of `gradient_checkpointing_enable`. Default: what the model does by itself.
+                "recompute_offloaded": as "recompute", with the block's inputs in host memory. "keep_attention": as
+                "recompute", but results of fused attention stay on the GPU, and are not computed again. A dict from
+                globs over names of blocks, or of other modules, to these: for some. "auto": the fastest for each block,
+                found together with the placement of chunks, from a dry run of the training step. All give the same
+                numbers. They take the place of `gradient_checkpointing_enable`. Default: what the model does by itself.
             gpu_margin_mem_ratio: auto: share of the GPU memory left beside rCache and activations that optimizer states
                 may take. Default: all of it.
             gpu_memory_limit: Plan as if each GPU had no more. On the CPU accelerator this is of the host memory that

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from lightning_elixir.plan.fates import with_fates
 from lightning_elixir.profiling.blocks import found_blocks
 from lightning_elixir.wrapper import ElixirModule
 from tests.gpu.cuda import CUDA, late
-from tests.helpers.activations import FATES, PLACEMENTS, Block, Pair, Stack, planned
+from tests.helpers.activations import FATES, PLACEMENTS, Attending, Block, Pair, Stack, planned
 
 pytestmark = pytest.mark.gpu
 
@@ -39,19 +39,22 @@ def test_copies_that_begin_late_are_waited_for(
     pair.check()
 
 
-def _wide() -> nn.Module:
+def _wide(make_block: Callable[[int], nn.Module] = Block) -> nn.Module:
     torch.manual_seed(0)
-    return Stack(lambda: Block(WIDE), DEPTH, WIDE)
+    return Stack(lambda: make_block(WIDE), DEPTH, WIDE)
 
 
 def _step(model: Any, inp: Mapping[str, Tensor]) -> None:
     model(inp["x"]).square().mean().backward()
 
 
-@pytest.mark.parametrize("fate", list(Fate))
-def test_as_much_memory_is_taken_as_was_foreseen(fate: Fate) -> None:
+@pytest.mark.parametrize(
+    ("make_block", "fate"),
+    [*((Block, fate) for fate in Fate), *((Attending, f) for f in (Fate.KEEP, Fate.RECOMPUTE, Fate.KEEP_ATTENTION))],
+)
+def test_as_much_memory_is_taken_as_was_foreseen(make_block: Callable[[int], nn.Module], fate: Fate) -> None:
     """Everything resident, so that what changes is activations."""
-    model = _wide()
+    model = _wide(make_block)
     names = found_blocks(model)
     x = torch.randn(ROWS, 16, device=CUDA)
     profile = profile_memory(model, {"x": x.cpu()}, _step, blocks=names)

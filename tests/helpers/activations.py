@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.plan.activations import ActivationRequest, Fate
 from lightning_elixir.plan.types import Plan
@@ -33,6 +34,30 @@ class Block(nn.Module):
     def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
         y = self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
         return x + (y if scale is None else y * scale)
+
+
+class Attending(Block):
+    """Attention over the rows, by heads of 16, before the MLP.
+
+    Args:
+        dropout: Of attention.
+        is_checkpointed: By itself, inside.
+    """
+
+    def __init__(self, width: int = WIDTH, dropout: float = 0.0, is_checkpointed: bool = False) -> None:
+        super().__init__(width)
+        self.before = nn.LayerNorm(width)
+        self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.dropout, self.is_checkpointed = dropout, is_checkpointed
+
+    def attend(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.before(x)).view(1, len(x), 3, -1, 16).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(*heads, dropout_p=self.dropout, is_causal=True)
+        return x + self.drop(self.merge(y.transpose(1, 2).flatten(2)[0]))
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
+        y: Tensor = checkpoint(self.attend, x, use_reentrant=False) if self.is_checkpointed else self.attend(x)
+        return super().forward(y, scale=scale)
 
 
 class Stack(nn.Module):

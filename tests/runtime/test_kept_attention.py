@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.core.attention import is_attention
 from lightning_elixir.runtime.kept_attention import keeping_attention
-from tests.helpers.activations import PLACEMENTS, WIDTH, Block, Pair, Stack, planned
+from tests.helpers.activations import PLACEMENTS, Attending, Pair, Stack, planned
 from tests.helpers.seeds import seed_torch
 
 pytestmark = [
@@ -23,30 +23,6 @@ pytestmark = [
 ]
 
 DEPTH = 3
-
-
-class Attending(Block):
-    """Attention over the rows before the MLP.
-
-    Args:
-        dropout: Of attention.
-        is_checkpointed: By itself, inside.
-    """
-
-    def __init__(self, dropout: float = 0.0, is_checkpointed: bool = False) -> None:
-        super().__init__()
-        self.qkv, self.merge = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.first = nn.LayerNorm(WIDTH)
-        self.dropout, self.is_checkpointed = dropout, is_checkpointed
-
-    def attend(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.first(x)).view(1, len(x), 3, 4, -1).permute(2, 0, 3, 1, 4)
-        y = scaled_dot_product_attention(*heads, dropout_p=self.dropout, is_causal=True)
-        return x + self.drop(self.merge(y.transpose(1, 2).flatten(2)[0]))
-
-    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
-        y: Tensor = checkpoint(self.attend, x, use_reentrant=False) if self.is_checkpointed else self.attend(x)
-        return super().forward(y, scale=scale)
 
 
 class Calls(TorchDispatchMode):
@@ -85,8 +61,8 @@ def test_attention_is_not_computed_again(placement: str, device: torch.device) -
 
 def test_attention_with_dropout_is() -> None:
     """It draws random numbers, which what comes after it would draw else."""
-    before = _calls("keep_attention", lambda: Attending(0.1))
-    assert before == _calls("recompute", lambda: Attending(0.1))
+    before = _calls("keep_attention", lambda: Attending(dropout=0.1))
+    assert before == _calls("recompute", lambda: Attending(dropout=0.1))
 
 
 def test_attention_that_a_checkpoint_inside_has_dropped_is() -> None:
