@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,6 +38,26 @@ def test_copies_that_begin_late_are_waited_for(
             pair.step(seed, rows)
         torch.cuda.synchronize()
     pair.check()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_kept_attention_has_the_gradients_of_keeping_everything(dropout: float) -> None:
+    """With dropout in it attention is computed again, or later layers would drop others. (Not bit for bit: kernels of
+    attention add gradients up in any order.)"""
+    torch.manual_seed(0)
+    model = Stack(lambda: Attending(dropout=dropout))
+    plain = copy.deepcopy(model).to(CUDA)
+    module = ElixirModule(model, planned(model, "keep_attention"), device=CUDA)
+    x = torch.randn(1024, 16, device=CUDA)
+    for one in (plain, module):
+        torch.manual_seed(1)
+        _step(one, {"x": x})
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert expected[name] is not None
+        torch.testing.assert_close(parameter.grad.to(CUDA), expected[name], rtol=1e-3, atol=1e-6)
+    assert module.stats().recomputed_blocks == 5
+    module.close()
 
 
 def _wide(make_block: Callable[[int], nn.Module] = Block) -> nn.Module:

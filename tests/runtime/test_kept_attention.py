@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_elixir.core.attention import is_attention
+from lightning_elixir.core.attention import can_stand_in, is_attention
 from lightning_elixir.runtime.kept_attention import keeping_attention
 from tests.helpers.activations import PLACEMENTS, Attending, Pair, Stack, planned
 from tests.helpers.seeds import seed_torch
@@ -37,15 +39,15 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _calls(fate: str, make_block: Callable[[], nn.Module], placement: str = "tight", device: Any = "cpu") -> int:
+def _calls(fate: str, make_block: Callable[[], nn.Module], placement: str = "tight") -> int:
     """In a step of an engine, which has the bits of plain PyTorch."""
     seed_torch(0)
     model = Stack(make_block, DEPTH)
-    pair = Pair(model, planned(model, fate, **PLACEMENTS[placement]), device)
+    pair = Pair(model, planned(model, fate, **PLACEMENTS[placement]))
     for seed in range(2):
         pair.step(seed, rows=256)
     with Calls() as plain:
-        pair.plain(torch.randn(256, 16, device=device)).sum().backward()
+        pair.plain(torch.randn(256, 16)).sum().backward()
     pair.oracle.zero_grad()
     with Calls() as calls:
         pair.step(2, rows=256)
@@ -55,14 +57,21 @@ def _calls(fate: str, make_block: Callable[[], nn.Module], placement: str = "tig
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_attention_is_not_computed_again(placement: str, device: torch.device) -> None:
-    assert _calls("keep_attention", Attending, placement, device) == DEPTH
+def test_attention_is_not_computed_again(placement: str) -> None:
+    assert _calls("keep_attention", Attending, placement) == DEPTH
 
 
 def test_attention_with_dropout_is() -> None:
-    """It draws random numbers, which what comes after it would draw else."""
+    """It draws random numbers, which what comes after it would draw else. (On the CPU it is not fused then.)"""
     before = _calls("keep_attention", lambda: Attending(dropout=0.1))
     assert before == _calls("recompute", lambda: Attending(dropout=0.1))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    operands = [torch.zeros(1, 1, 8, 8)] * 3
+    assert is_attention(flash)
+    assert can_stand_in(flash, operands, {})
+    assert can_stand_in(flash, (*operands, 0.0), {})
+    assert not can_stand_in(flash, (*operands, 0.1), {})
+    assert not can_stand_in(flash, operands, {"dropout_p": 0.1})
 
 
 def test_attention_that_a_checkpoint_inside_has_dropped_is() -> None:
@@ -84,6 +93,38 @@ def test_a_graph_may_be_gone_through_again() -> None:
     expected = torch.autograd.grad(scaled_dot_product_attention(q * 2, q, q).exp().sum(), q)
     assert all(torch.equal(*grad, *expected) for grad in grads)
     assert calls.number == 1
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_nothing_is_held_when_the_graph_is_gone(times: int) -> None:
+    seen: list[weakref.ref[torch.UntypedStorage]] = []
+
+    class Seeing(Calls):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if is_attention(func):
+                seen.append(weakref.ref(result[0].untyped_storage()))
+            return result
+
+    def run() -> None:
+        q = torch.randn(1, 2, 64, 16, requires_grad=True)
+        y = checkpoint(
+            lambda q: scaled_dot_product_attention(q * 2, q, q).exp(),
+            q,
+            use_reentrant=False,
+            context_fn=keeping_attention,
+        )
+        for _ in range(times):
+            torch.autograd.grad(y.sum(), q, retain_graph=True)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with Seeing():
+            run()
+        assert [one() for one in seen] == [None]
+    finally:
+        gc.enable()
 
 
 def test_what_was_written_to_is_computed_again() -> None:
