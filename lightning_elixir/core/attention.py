@@ -22,6 +22,9 @@ def _place(operator: Any) -> int:
 
 _PLACES = {op: _place(op) for op in (getattr(torch.ops.aten, name).default for name in _NAMES)}
 
+OPERATORS = frozenset((*_PLACES, *(op.overloadpacket for op in _PLACES)))
+"""As they may be called in Python."""
+
 
 def is_attention(operator: Any) -> bool:
     """Whether this is the forward of one of them.

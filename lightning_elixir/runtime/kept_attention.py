@@ -1,9 +1,11 @@
 """Recomputing a block without its attention: results of fused attention stay from the block's forward, and stand for
 computing them again.
 
-Below autograd a mode finds the operators. In the recomputation autograd saves again what it has saved in forward, with
-the very results of then. A call is left to be computed again that has dropout, needs no gradient, or lies inside a
-checkpoint or hooks for saved tensors of the user's own; and so is one of whose results something was written to.
+Calls of attention are found by a mode for functions, which costs the host less than one that sees each operator, and
+lets modules touch parameters as ever; within such a call, below autograd, a mode for operators finds the kernel. In the
+recomputation autograd saves again what it has saved in forward, with the very results of then. A call is left to be
+computed again that has dropout, needs no gradient, or lies inside a checkpoint or hooks for saved tensors of the user's
+own; and so is one of whose results something was written to. What is compiled is not looked into.
 """
 
 from __future__ import annotations
@@ -12,13 +14,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_elixir.core.attention import can_stand_in, is_attention
+from lightning_elixir.core.attention import OPERATORS, can_stand_in, is_attention
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None: there are no hooks
+
+# The second is written in Python, and calls the first where this mode does not see it.
+_CALLS = frozenset((F.scaled_dot_product_attention, F.multi_head_attention_forward, *OPERATORS))
 
 
 class _Result:
@@ -51,66 +58,97 @@ def _alias(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-class _Mode(TorchDispatchMode):
+class _Keeping:
+    """In a forward: keeps what attention gives, call by call.
+
+    Args:
+        results: Where; None: such a call is computed again.
+    """
+
     def __init__(self, results: list[_Result | None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._results = results
+        self._hooks: Any = None
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # what is compiled inside a block stays so; its attention is not seen
+    def begin(self) -> None:
+        self._hooks = _top_hooks(False)  # of the checkpoint around
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if is_attention(func):
-            return self._attend(func, args, kwargs or {})
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-    def _attend(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        raise NotImplementedError
-
-
-class _Keeping(_Mode):
-    """Around a forward: keeps what attention gives, call by call."""
-
-    _hooks: Any = None
-
-    def __enter__(self) -> _Keeping:
-        self._hooks = _top_hooks(False)  # of the checkpoint that this is the context of
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def _attend(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def attend(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         value = operator(*args, **kwargs)
         needs_grad = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        is_kept = needs_grad and can_stand_in(operator, args, kwargs) and _same(_top_hooks(False), self._hooks)
+        is_kept = needs_grad and can_stand_in(operator, args, kwargs) and _are_same(_top_hooks(False), self._hooks)
         self._results.append(_Result(operator, value) if is_kept else None)
         return value
 
 
-class _Replaying(_Mode):
-    """Around a recomputation: gives what was kept, in the order of the calls."""
+class _Replaying:
+    """In a recomputation: gives what was kept, in the order of the calls.
 
-    _next = 0
+    Args:
+        results: Kept.
+    """
 
-    def __enter__(self) -> _Replaying:
+    def __init__(self, results: list[_Result | None]) -> None:
+        self._results = results
         self._next = 0
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
 
-    def _attend(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def begin(self) -> None:
+        self._next = 0
+
+    def attend(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         result = self._results[self._next] if self._next < len(self._results) else None
         self._next += 1
         value = None if result is None else result.of(operator)
         return operator(*args, **kwargs) if value is None else value
 
 
-def _same(hooks: Any, others: Any) -> bool:
+def _are_same(hooks: Any, others: Any) -> bool:
     return hooks is not None and others is not None and hooks[0] is others[0]
 
 
-def keeping_attention() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Around the forward of a block, and around each of its recomputations."""
+class _Operators(TorchDispatchMode):
+    """Has something else give the results of attention.
+
+    Args:
+        attending: That.
+    """
+
+    def __init__(self, attending: _Keeping | _Replaying) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._attending = attending
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if is_attention(func):
+            return self._attending.attend(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+class _Calls(TorchFunctionMode):
+    """Around a block, in forward and in recomputations: of one class, so that what is compiled inside is so once.
+
+    Args:
+        attending: What attention gives comes from there.
+    """
+
+    def __init__(self, attending: _Keeping | _Replaying) -> None:
+        super().__init__()
+        self._attending, self._operators = attending, _Operators(attending)
+
+    def __enter__(self) -> None:
+        self._attending.begin()
+        super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _CALLS and not torch.compiler.is_compiling():
+            with self._operators:
+                return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def keeping_attention() -> tuple[TorchFunctionMode, TorchFunctionMode]:
+    """Contexts of a checkpoint: around the forward of a block, and around each of its recomputations."""
     results: list[_Result | None] = []
-    return _Keeping(results), _Replaying(results)
+    return _Calls(_Keeping(results)), _Calls(_Replaying(results))

@@ -154,13 +154,14 @@ def test_inputs_go_alone_where_the_rest_is_recomputed() -> None:
 
 def test_what_attention_gave_stays_and_is_not_computed_again() -> None:
     call = AttentionCall(1, 7, 30)
-    step = replace(STEP, visits=(replace(VISITS[0], attention=(call,)), VISITS[1]))
+    timeline = tuple(replace(interval, num_ops=10) for interval in TIMELINE)
+    step = replace(STEP, timeline=timeline, visits=(replace(VISITS[0], attention=(call,)), VISITS[1]))
     attending = with_fates(step, [ModelBlock("a", ATTENDING), ModelBlock("b", KEEP)])
     # Of a, 30 of 90 stay. Its second interval once more adds 95, of which these are there.
     assert _levels(attending) == [10, 50, 110, 90, 150, 160, 155, 100, 92, 117, 115, 60]
     copies = attending.timeline[8:10]
-    assert [(i.fqns, i.flops, i.num_ops) for i in copies] == [(("a1",), 3, 2), (("a2",), 6, 2)]
-    assert [i.num_ops for i in attending.timeline[:4]] == [1, 2, 2, 1]  # each is looked at
+    assert [(i.fqns, i.flops, i.num_ops) for i in copies] == [(("a1",), 3, 14), (("a2",), 6, 1)]
+    assert [i.num_ops for i in attending.timeline[:4]] == [10, 14, 14, 10]  # each call is looked at
     assert attending.flops == 116 - 7
     assert _levels(with_fates(step, [ModelBlock("a", AGAIN)])) == _levels(_step(AGAIN, KEEP))
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.core.attention import can_stand_in, is_attention
 from lightning_elixir.runtime.kept_attention import keeping_attention
-from tests.helpers.activations import PLACEMENTS, Attending, Pair, Stack, planned
+from tests.helpers.activations import PLACEMENTS, WIDTH, Attending, Pair, Stack, planned
 from tests.helpers.seeds import seed_torch
 
 pytestmark = [
@@ -33,6 +33,10 @@ class Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.number = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.number += is_attention(func)
@@ -141,6 +145,48 @@ def test_what_was_written_to_is_computed_again() -> None:
     assert torch.equal(again, expected)
     assert other.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     assert calls.number == 1
+
+
+class ByModule(Attending):
+    """By torch's module for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def attend(self, x: Tensor) -> Tensor:
+        y = self.before(x)[None]
+        return x + self.module(y, y, y, need_weights=False)[0][0]
+
+
+class ByOperator(Attending):
+    """By the kernel's own name."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.before(x)).view(1, len(x), 3, 4, -1).permute(2, 0, 3, 1, 4)
+        y = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads)[0]
+        return x + y.transpose(1, 2).flatten(2)[0]
+
+
+class _Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 4 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+def with_compiled_parts() -> nn.Module:
+    block = Attending()
+    block.up = _Compiled()  # type: ignore[assignment]
+    block.up.compile(backend="aot_eager", fullgraph=True)
+    return block
+
+
+@pytest.mark.parametrize("make_block", [ByModule, ByOperator, with_compiled_parts])
+def test_attention_is_found_wherever_it_is_called(make_block: Callable[[], nn.Module]) -> None:
+    assert _calls("keep_attention", make_block) == DEPTH
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
