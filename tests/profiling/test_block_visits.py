@@ -95,6 +95,15 @@ def test_recomputing_is_foreseen_as_a_real_checkpoint_takes_it(
     assert moved[0] == pytest.approx(moved[1], rel=0.02)
 
 
+def test_attention_in_compiled_code_is_not_told_apart() -> None:
+    model = Net(2)
+    model.blocks[0].compile()
+    visits = _profile(model, torch.zeros(8, 512, 256), blocks=found_blocks(model)).visits
+    assert [len(visit.attention) for visit in visits] == [0, 1]
+    (call,) = visits[1].attention
+    assert call.nbytes >= 8 * 512 * 256 * 4
+
+
 def test_the_order_of_accesses_is_that_of_a_real_checkpoint() -> None:
     """Of what is pinned: forwards, and forwards that are recomputed."""
     x = torch.zeros(4, 256, 256)

@@ -189,6 +189,25 @@ def test_attention_is_found_wherever_it_is_called(make_block: Callable[[], nn.Mo
     assert _calls("keep_attention", make_block) == DEPTH
 
 
+class _CompiledAttention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled_dot_product_attention(x, x, x)
+
+
+class WithCompiledAttention(Attending):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = _CompiledAttention()
+        self.part.compile(backend="aot_eager", fullgraph=True)
+
+    def attend(self, x: Tensor) -> Tensor:
+        return x + self.part(x.view(1, len(x), 4, -1).transpose(1, 2)).transpose(1, 2).flatten(2)[0]
+
+
+def test_attention_in_compiled_code_is_computed_again() -> None:
+    assert _calls("keep_attention", WithCompiledAttention) == _calls("recompute", WithCompiledAttention)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_compiled_blocks_keep_nothing_and_say_so(when: str, caplog: pytest.LogCaptureFixture) -> None:
     seed_torch(0)
