@@ -95,6 +95,7 @@ def test_recomputing_is_foreseen_as_a_real_checkpoint_takes_it(
     assert moved[0] == pytest.approx(moved[1], rel=0.02)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 def test_attention_in_compiled_code_is_not_told_apart() -> None:
     model = Net(2)
     model.blocks[0].compile()
