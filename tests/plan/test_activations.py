@@ -317,6 +317,13 @@ def test_the_fastest_that_fits_is_chosen(policy: str) -> None:
     assert "activations: 8 kept on the GPU" in fast.explain()
 
 
+def test_other_chunk_sizes_may_have_less_recomputed_where_everything_stays_on_the_device() -> None:
+    """With everything there, a plan with the first chunk size recomputes two blocks."""
+    model = _model()
+    plan = _planned(model, _profiled(model), 600 * MIB, 2**24, flops=1e12)
+    assert [block.fate for block in plan.activations].count(AGAIN) == 1
+
+
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
