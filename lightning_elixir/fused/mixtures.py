@@ -310,7 +310,7 @@ def added(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     block, parts = _blocks(rows.shape[1])
     with current_device(rows.device):
         code.added_kernel[(places.shape[0], parts)](
-            rows,
+            rows.contiguous(),
             places.contiguous(),
             rows if weights is None else weights.contiguous(),
             output,

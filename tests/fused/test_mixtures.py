@@ -79,6 +79,14 @@ def test_tokens_may_have_fewer_experts(dtype: torch.dtype) -> None:
         assert (a - b).norm() <= 10 * torch.finfo(dtype).eps * b.norm()
 
 
+def test_sums_of_rows_in_any_layout() -> None:
+    """As gradients of users' experts come."""
+    places = torch.tensor([[0, -1], [1, 5], [3, 2]])
+    for rows in (torch.randn(24, 6).t(), torch.randn(6, 1).expand(6, 24), torch.randn(1).expand(6, 24)):
+        expected = [rows[there[there >= 0]].sum(0) for there in places]
+        assert torch.equal(mixtures.added(rows, places, None), torch.stack(expected))
+
+
 def test_of_16_bits_is_no_further_from_the_truth_than_the_loop() -> None:
     operands = make_operands(num_tokens=64, dtype=torch.bfloat16)
     wide = [t if t.dtype is torch.int64 else t.detach().double().requires_grad_() for t in operands]
@@ -233,8 +241,8 @@ def test_experts_of_transformers() -> None:
 @pytest.mark.full
 def test_kernels_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="needs triton, which the extra `test` brings")
-    names = ("test_is_the_loop", "test_tokens_may_have_fewer_experts", "test_with_frozen_operands")
-    check_under_interpreter("12", *(f"tests/fused/test_mixtures.py::{name}" for name in names))
+    names = ("is_the_loop", "tokens_may_have_fewer_experts", "sums_of_rows_in_any_layout", "with_frozen_operands")
+    check_under_interpreter("13", *(f"tests/fused/test_mixtures.py::test_{name}" for name in names))
 
 
 def test_a_full_device_does_not_pass_for_one_without_grouped_products(monkeypatch: pytest.MonkeyPatch) -> None:
