@@ -164,7 +164,7 @@ def _products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     if isinstance(rows, FakeTensor):
         return rows @ matrices[0]
     if _is_grouped(rows, matrices):
-        return F.grouped_mm(rows, matrices, offs=ends)
+        return F.grouped_mm(rows, matrices, offs=ends).contiguous()  # it pads rows of results, too
     output, begin = rows.new_empty(rows.shape[0], matrices.shape[2]), 0
     for end, matrix in zip(ends.tolist(), matrices, strict=True):
         torch.mm(rows[begin:end], matrix, out=output[begin:end])
