@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_elixir.errors import PlanError
@@ -28,13 +29,13 @@ class Expert(ParallelPattern):
     """The experts of a mixture, in one module whose parameters have a first dimension over the experts. A token is sent
     once to each rank that has experts of it, and their sum comes back; the router, outside of it, stays whole.
 
-    The module is called with tokens `[n, width]`, the numbers of their experts `[n, k]`, and
-    the experts' weights `[n, k]`; it returns `[n, width]`, the sum over a token's experts of what each makes of the
-    token with its weight. transformers' experts (Mixtral, Qwen3-MoE and others) are such modules. Each rank calls it
-    with what has come to it and `k` 1, with its own experts numbered from 0. Some ranks may get no tokens at all. What
-    it makes of a token must not depend on the others, which come from several ranks: a capacity belongs to the router.
-    What it returns is given the dtype of the tokens. Where peft has put LoRA over such parameters, adapters go with
-    them.
+    The module is called with tokens `[n, width]`, the numbers of their experts `[n, k]`, and the experts' weights
+    `[n, k]`, where `n` and `k` may be others on each rank; it returns `[n, width]`, the sum over a token's experts of
+    what each makes of the token with its weight. transformers' experts (Mixtral, Qwen3-MoE and others) are such
+    modules. Each rank calls it with what has come to it and `k` 1, with its own experts numbered from 0. Some ranks may
+    get no tokens at all. What it makes of a token must not depend on the others, which come from several ranks: a
+    capacity belongs to the router. What it returns is given the dtype of the tokens. Where peft has put LoRA over such
+    parameters, adapters go with them.
     """
 
     axis = "expert"
@@ -82,7 +83,8 @@ class Expert(ParallelPattern):
         width, k, size = tokens.shape[-1], experts.shape[-1], peers.size
         # The mean over the ranks that have the same experts leaves out that each gets tokens of `size` batches.
         flat = scaled_backward(tokens.reshape(-1, width), float(size))
-        chosen = _Chosen(experts.reshape(-1, k), scaled_backward(weights.reshape(-1, k), float(size)))
+        numbers = experts.reshape(-1, k).to(torch.promote_types(experts.dtype, torch.int32))  # -1 has to be among them
+        chosen = _Chosen(numbers, scaled_backward(weights.reshape(-1, k), float(size)))
         go = _foreseen_there_and_back if is_without_values(tokens) else _there_and_back
         return scaled_backward(go(flat, chosen, _Way(compute, peers, number)), 1.0 / size).view(tokens.shape)
 
@@ -126,7 +128,7 @@ def _there_and_back(tokens: Tensor, chosen: _Chosen, way: _Way) -> Tensor:
     Raises:
         IndexError: There are no such experts.
     """
-    peers, width = way.peers, tokens.shape[1]
+    peers, width, k = way.peers, tokens.shape[1], chosen.experts.shape[1]
     goes, num_pairs = _destinations(chosen, way)
     every, rows_of_token = _taken(goes.t())
     # Before the number of rows is known, since that waits for the device, which has nothing to do then until rows go.
@@ -135,8 +137,10 @@ def _there_and_back(tokens: Tensor, chosen: _Chosen, way: _Way) -> Tensor:
     num_sent, num_pairs_sent = counts[: peers.size], counts[peers.size :]
     if sum(num_pairs_sent) != chosen.experts.numel():
         raise IndexError(f"tokens are given to experts other than the {way.number * peers.size} from 0 on")
-    num_received, num_pairs_here = peers.count_rows(num_sent, num_pairs_sent, width)
+    num_received, num_pairs_here, most = peers.count_rows(num_sent, num_pairs_sent, k, width)
     token_of_row, sent = token_of_row[: sum(num_sent)], sent.first(sum(num_sent))
+    if k < most:  # routers may choose more experts on another rank, and rows are as long everywhere
+        sent = _Chosen(F.pad(sent.experts, (0, most - k), value=-1), F.pad(sent.weights, (0, most - k)))
     token = torch.zeros(1, device=tokens.device, requires_grad=torch.is_grad_enabled())
     # Rows are made where they are handed on, so that nothing holds them longer than it takes.
     token, here, here_weights = ExchangedRows.apply(  # type: ignore[no-untyped-call]

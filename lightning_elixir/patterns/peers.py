@@ -178,19 +178,23 @@ class Peers:
             total.add_(part)
         return total.to(tensor.dtype)
 
-    def count_rows(self, num_sent: Sequence[int], num_pairs: Sequence[int], width: int) -> tuple[list[int], int]:
+    def count_rows(
+        self, num_sent: Sequence[int], num_pairs: Sequence[int], num_chosen: int, width: int
+    ) -> tuple[list[int], int, int]:
         """Tell each rank how many rows it is going to get, and how many pairs of a row and an expert of its own.
 
         Args:
             num_sent: For each rank.
             num_pairs: For each rank.
+            num_chosen: Experts of a token of this rank.
             width: Elements of a row, the same everywhere.
 
         Returns:
-            How many rows come from each rank, and how many pairs in all.
+            How many rows come from each rank, how many pairs in all, and the most experts of a token of any rank.
         """
-        told = self._bound.meet(self.axis, [Exchange.ROWS, width, -1, *num_sent, *num_pairs])
-        return [row[self.rank] for row in told], sum(row[self.size + self.rank] for row in told)
+        told = self._bound.meet(self.axis, [Exchange.ROWS, width, -1, *num_sent, *num_pairs, num_chosen])
+        num_pairs_here = sum(row[self.size + self.rank] for row in told)
+        return [row[self.rank] for row in told], num_pairs_here, max(row[-1] for row in told)
 
     def exchange_rows(self, sent: Tensor, num_received: Sequence[int], num_sent: Sequence[int]) -> Tensor:
         """Rows from each rank to each, in rank order; the ranks have met."""

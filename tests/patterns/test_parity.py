@@ -190,6 +190,36 @@ def test_a_capacity_that_the_router_keeps() -> None:
     check_equal(run_ranks(train_ranks, 2, case), train_plain(case, 2), CLOSE)
 
 
+class Covering(Mixture):
+    """A token has as many experts as it takes for a part of its shares, and all of a batch as many as one needs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        shares, numbers = self.gate(tokens).float().softmax(-1).sort(descending=True)
+        is_needed = shares.cumsum(-1) - shares < 0.33
+        k = int(is_needed.sum(-1).max())
+        self.seen = [*vars(self).get("seen", ()), k]
+        return self.experts(tokens, numbers[:, :k], (shares * is_needed)[:, :k]).view(x.shape)
+
+
+class WithCovering(Case):
+    def make(self) -> Language:
+        model = super().make()
+        model.layers[1].feed = Covering(is_gated=False)
+        return model
+
+
+def _numbers_of_experts(case: Case) -> Any:
+    return train_ranks(case, lambda module, _: module.module.layers[1].feed.seen)
+
+
+def test_routers_may_choose_more_experts_on_one_rank() -> None:
+    case = WithCovering(expert=2, plan=TIGHT)
+    runs = run_ranks(_numbers_of_experts, 2, case)
+    assert runs[0][4] != runs[1][4]
+    check_equal(runs, train_plain(case, 2), CLOSE)
+
+
 class Chain(nn.Module):
     """Row gives its result in parts, and the next block begins with them."""
 
@@ -310,14 +340,14 @@ class Scaling(nn.Module):
         self.weight = nn.Parameter(torch.randn(4, 16))
 
     def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        return tokens * self.weight[experts[:, 0]] * weights
+        return tokens * self.weight[experts[:, 0].long()] * weights
 
 
-def _rows_sent() -> tuple[list[int], float]:
+def _rows_sent(dtype: torch.dtype) -> tuple[list[int], float]:
     """How many rows this rank sends each time, and how far results are from those of one process."""
     torch.manual_seed(0)
     model, mesh = nn.ModuleList([Scaling()]), Mesh(2, expert=2)
-    numbers = torch.tensor([[1, 0, 0], [3, 2, 3], [0, 2, 1], [1, 1, 1]])
+    numbers = torch.tensor([[1, 0, 0], [3, 2, 3], [0, 2, 1], [1, 1, 1]], dtype=dtype)
     tokens, weights = torch.randn(4, 16), torch.rand(4, 3)
     expected = sum(model[0](tokens, numbers[:, k : k + 1], weights[:, k : k + 1]) for k in range(3)).detach()
     put_in(model, {"0": Expert()}, mesh, dist.get_rank())
@@ -335,9 +365,10 @@ def _rows_sent() -> tuple[list[int], float]:
     return sent, float((found - expected).abs().max())
 
 
-def test_a_token_is_sent_once_to_each_rank() -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_a_token_is_sent_once_to_each_rank(dtype: torch.dtype) -> None:
     """Rows, weights and numbers of experts go there, and one sum for each comes back."""
-    runs = run_ranks(_rows_sent, 2)
+    runs = run_ranks(_rows_sent, 2, dtype)
     assert [sent for sent, _ in runs] == [[5, 5, 5, 6], [5, 5, 5, 4]]
     assert all(far < CLOSE for _, far in runs)
 
