@@ -301,11 +301,12 @@ def added(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
         return found.sum(1, dtype=rows.dtype)  # told, since autocast would have it in fp32
     code = _code_for(rows)
     if code is None:
-        found = rows[places.clamp(min=0)].to(torch.promote_types(rows.dtype, torch.float32))
-        found.masked_fill_((places < 0).unsqueeze(2), 0.0)
-        if weights is not None:
-            found *= weights.to(found.dtype).unsqueeze(2)
-        return found.sum(1).to(rows.dtype)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        total = torch.zeros(places.shape[0], rows.shape[1], dtype=wide, device=rows.device)
+        for k, place in enumerate(places.unbind(1)):  # all at once would take memory for all rows once more
+            found = rows[place.clamp(min=0)].to(wide).masked_fill_((place < 0).unsqueeze(1), 0.0)
+            total += found if weights is None else found.mul_(weights[:, k : k + 1].to(wide))
+        return total.to(rows.dtype)
     output = rows.new_empty(places.shape[0], rows.shape[1])
     block, parts = _blocks(rows.shape[1])
     with current_device(rows.device):

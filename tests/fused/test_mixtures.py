@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_elixir.fused import fuse, mixtures
 from lightning_elixir.fused.mixtures import mixture
@@ -85,6 +87,24 @@ def test_sums_of_rows_in_any_layout() -> None:
     for rows in (torch.randn(24, 6).t(), torch.randn(6, 1).expand(6, 24), torch.randn(1).expand(6, 24)):
         expected = [rows[there[there >= 0]].sum(0) for there in places]
         assert torch.equal(mixtures.added(rows, places, None), torch.stack(expected))
+
+
+class Largest(TorchDispatchMode):
+    """How many elements the largest result has."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.number = max([self.number, *(t.numel() for t in tree_leaves(result) if isinstance(t, Tensor))])
+        return result
+
+
+def test_sums_of_rows_take_memory_for_one_row_of_each_token() -> None:
+    rows, places, weights = torch.randn(12, 64), torch.arange(12).view(3, 4), torch.rand(3, 4)
+    with Largest() as largest:
+        mixtures.added(rows, places, weights)
+    assert largest.number == 3 * 64
 
 
 def test_products_with_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
