@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -156,11 +157,12 @@ def _there_and_back(tokens: Tensor, chosen: _Chosen, way: _Way) -> Tensor:
 
 
 def _foreseen_there_and_back(tokens: Tensor, chosen: _Chosen, way: _Way) -> Tensor:
-    """The same in a step that is foreseen, as if each rank got as many rows as it sends, and a token's experts were
-    drawn."""
+    """The same in a step that is foreseen, as if each rank got as many rows as it sends, and a token's experts, none of
+    them twice, were drawn."""
     size, (num_tokens, k) = way.peers.size, chosen.experts.shape
     every, rows_of_token = _taken(_destinations(chosen, way)[0].t())
-    num_rows = round(num_tokens * size * (1 - (1 - 1 / size) ** k))
+    ways, ways_without_a_rank = (math.comb(way.number * ranks, k) for ranks in (size, size - 1))
+    num_rows = round(num_tokens * size * (1 - ways_without_a_rank / max(1, ways)))
     token_of_row, sent = _sent(every[:-1], rows_of_token.t(), chosen, way)
     token_of_row, sent = token_of_row[:num_rows], sent.first(num_rows)
     here = foreseen_rows(repeated_rows(tokens, token_of_row, rows_of_token.t()), way.peers)
