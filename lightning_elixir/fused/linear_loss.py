@@ -85,10 +85,13 @@ class _LossSum(torch.autograd.Function):
         needs = ctx.needs_input_grad
         needs_grads = (has_grad and needs[0], has_grad and needs[1], has_grad and bias is not None and needs[3])
         with torch.autocast(hidden.device.type, enabled=False):
-            kernels = liger.kernels_for(hidden, weight, *([] if bias is None else [bias]))
+            operands = (hidden, weight, *([] if bias is None else [bias]))
+            kernels = liger.kernels_for(*operands)
             # In fp16 gradients that nothing scales would not fit; without one of the inputs it gives none at all.
-            if kernels is None or hidden.dtype in (torch.float16, torch.float64) or needs_grads[0] != any(needs_grads):
-                loss, grads = _in_pieces(hidden, weight, targets, bias, ignore_index, needs_grads)
+            is_for_it = hidden.dtype not in (torch.float16, torch.float64) and needs_grads[0] == any(needs_grads)
+            if kernels is None or not is_for_it:
+                is_foreseen = is_for_it and liger.foresees(*operands)
+                loss, grads = _in_pieces(hidden, weight, targets, bias, ignore_index, needs_grads, is_foreseen)
             else:
                 loss, grads = _by_kernel(kernels, hidden, weight, targets, bias, ignore_index, needs_grads)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -123,10 +126,8 @@ def _by_kernel(
     ignore_index: int,
     needs_grads: tuple[bool, bool, bool],
 ) -> tuple[Tensor, _Grads]:
-    (num_rows, width), num_classes = hidden.shape, weight.shape[0]
-    # By itself it takes as many logits at a time as the inputs have elements; of this it takes a multiple.
-    at_once = rows_at_once(num_rows, width, num_classes, "kernel") * num_classes
-    more = {"chunk_mem_const": -(-at_once // max(1, num_rows * width))} if kernels.has_piece_sizes else {}
+    factor, _ = _pieces_of_kernel(kernels, hidden, weight.shape[0])
+    more = {"chunk_mem_const": factor} if kernels.has_piece_sizes else {}
     with torch.no_grad():
         loss, _, _, _, *grads = kernels.linear_cross_entropy(
             hidden.contiguous(),
@@ -144,6 +145,15 @@ def _by_kernel(
     return loss, (of_input, of_weight, of_bias)
 
 
+def _pieces_of_kernel(kernels: liger.Kernels, hidden: Tensor, num_classes: int) -> tuple[int, int]:
+    """How many times the inputs' elements the kernel's logits may have at a time, and the tokens that it then takes."""
+    num_rows, width = hidden.shape
+    at_once = rows_at_once(num_rows, width, num_classes, "kernel") * num_classes
+    factor = -(-at_once // max(1, num_rows * width)) if kernels.has_piece_sizes else 1
+    number = -(-num_classes // (factor * width))
+    return factor, max(1, min(num_rows, 1 << (-(-num_rows // number) - 1).bit_length()))  # a power of two, if any
+
+
 def _in_pieces(
     hidden: Tensor,
     weight: Tensor,
@@ -151,20 +161,25 @@ def _in_pieces(
     bias: Tensor | None,
     ignore_index: int,
     needs_grads: tuple[bool, bool, bool],
+    is_foreseen: bool,
 ) -> tuple[Tensor, _Grads]:
-    """The same by torch's operators, on any device."""
+    """The same by torch's operators, on any device; foreseen: as much memory as the kernel takes, whose gradients are
+    in the place of its logits, in the dtype of the inputs."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     of_input = torch.empty_like(hidden) if needs_grads[0] else None
     of_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if needs_grads[1] else None
     of_bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if needs_grads[2] else None
-    num_rows = rows_at_once(hidden.shape[0], hidden.shape[1], weight.shape[0])
+    num_rows, dtype = rows_at_once(hidden.shape[0], hidden.shape[1], weight.shape[0]), wide
+    kernels = liger.kernels() if is_foreseen else None
+    if kernels is not None:
+        num_rows, dtype = _pieces_of_kernel(kernels, hidden, weight.shape[0])[1], hidden.dtype
     for first in range(0, hidden.shape[0], num_rows):
         piece, wanted = hidden[first : first + num_rows], targets[first : first + num_rows]
         counts = wanted != ignore_index
         wanted = wanted.masked_fill(~counts, 0).unsqueeze(1)
         counts = counts.unsqueeze(1)
-        logits = F.linear(piece, weight, bias).to(wide)
+        logits = F.linear(piece, weight, bias).to(dtype)
         logs = logits.logsumexp(1, keepdim=True)
         loss += ((logs - logits.gather(1, wanted)) * counts).sum()
         if not any(needs_grads):

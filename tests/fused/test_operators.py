@@ -195,8 +195,12 @@ def test_a_dry_run_sees_what_kernels_move(has_kernels: bool, monkeypatch: pytest
 
 
 KERNELS = """
+from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from lightning_elixir import linear_cross_entropy
 from lightning_elixir.fused import liger, operators
 
@@ -211,6 +215,23 @@ for reduction in ("mean", "sum"):
     torch.testing.assert_close(ours, plain)
     for a, b in zip(torch.autograd.grad(ours, (hidden, weight)), torch.autograd.grad(plain, (hidden, weight))):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+class Largest(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = (t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_floating_point())
+        self.number = max(self.number, *made, 0)
+        return result
+
+def largest_of_loss(mode):
+    with mode, Largest() as largest:
+        hidden, weight = torch.randn(3100, 8, requires_grad=True), torch.randn(64, 8, requires_grad=True)
+        linear_cross_entropy(hidden, weight, torch.zeros(3100, dtype=torch.int64)).backward()
+    return largest.number
+
+sizes = [largest_of_loss(mode) for mode in (nullcontext(), FakeTensorMode())]
+assert sizes == [2048 * 64] * 2, sizes  # of the logits of a piece; a dry run has as many
 query, key = torch.randn(2, 4, 5, 8, requires_grad=True), torch.randn(2, 2, 5, 8, requires_grad=True)
 angle = torch.randn(1, 5, 4)
 cos, sin = torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
