@@ -133,7 +133,7 @@ def _there_and_back(tokens: Tensor, chosen: _Chosen, way: _Way) -> Tensor:
     goes, num_pairs = _destinations(chosen, way)
     every, rows_of_token = _taken(goes.t())
     # Before the number of rows is known, since that waits for the device, which has nothing to do then until rows go.
-    token_of_row, sent = _sent(every[:-1], rows_of_token.t(), chosen, way)
+    token_of_row, sent = _sent(every[: len(tokens) * min(peers.size, k)], rows_of_token.t(), chosen, way)
     counts: list[int] = torch.cat((goes.sum(0), num_pairs)).tolist()
     num_sent, num_pairs_sent = counts[: peers.size], counts[peers.size :]
     if sum(num_pairs_sent) != chosen.experts.numel():
@@ -163,7 +163,7 @@ def _foreseen_there_and_back(tokens: Tensor, chosen: _Chosen, way: _Way) -> Tens
     every, rows_of_token = _taken(_destinations(chosen, way)[0].t())
     ways, ways_without_a_rank = (math.comb(way.number * ranks, k) for ranks in (size, size - 1))
     num_rows = round(num_tokens * size * (1 - ways_without_a_rank / max(1, ways)))
-    token_of_row, sent = _sent(every[:-1], rows_of_token.t(), chosen, way)
+    token_of_row, sent = _sent(every[: num_tokens * min(size, k)], rows_of_token.t(), chosen, way)
     token_of_row, sent = token_of_row[:num_rows], sent.first(num_rows)
     here = foreseen_rows(repeated_rows(tokens, token_of_row, rows_of_token.t()), way.peers)
     results = [_sums_here(here, sent, num_tokens * k, way)]

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.patterns import Column, Expert, ParallelPattern, Row, Vocabulary
@@ -100,6 +102,28 @@ def test_foreseen_steps_count_the_rows_that_travel() -> None:
     rows_bytes = tokens.nbytes * 5 // 3
     assert profile.activation_bytes >= 2 * rows_bytes
     assert told == [("expert", "rows", rows_bytes, at) for at in ("experts", "experts", "", "")]
+
+
+class LargestIntegers(TorchDispatchMode):
+    """Bytes of the largest result of integers."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        found = [t.nbytes for t in tree_leaves(result) if isinstance(t, Tensor) and not t.is_floating_point()]
+        self.nbytes = max(self.nbytes, *found, 0)
+        return result
+
+
+def test_numbers_of_experts_are_there_for_as_many_rows_as_can_go() -> None:
+    """A token of two experts goes to two ranks at most, however many there are."""
+    model = nn.ModuleDict({"experts": Alike()})
+    put_in(model, {"experts": Expert()}, Mesh(4, 1, 4), 0)
+    tokens, weights = torch.empty(64, 16, device="meta"), torch.empty(64, 2, device="meta")
+    with LargestIntegers() as largest:
+        model.to("meta")["experts"](tokens, torch.empty(64, 2, dtype=torch.int64, device="meta"), weights)
+    assert largest.nbytes <= 8 * (64 * 4 + 1)  # of tokens and ranks
 
 
 @pytest.mark.parametrize(
