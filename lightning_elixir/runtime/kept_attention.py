@@ -73,10 +73,11 @@ class _Keeping:
         self._hooks = _top_hooks(False)  # of the checkpoint around
 
     def attend(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._results.append(None)  # first, since a call that raises has its place among the calls too
         value = operator(*args, **kwargs)
         needs_grad = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        is_kept = needs_grad and can_stand_in(operator, args, kwargs) and _are_same(_top_hooks(False), self._hooks)
-        self._results.append(_Result(operator, value) if is_kept else None)
+        if needs_grad and can_stand_in(operator, args, kwargs) and _are_same(_top_hooks(False), self._hooks):
+            self._results[-1] = _Result(operator, value)
         return value
 
 

@@ -147,6 +147,23 @@ def test_what_was_written_to_is_computed_again() -> None:
     assert calls.number == 1
 
 
+class FallingBack(Attending):
+    """By a kernel that refuses these operands, then by one that takes them, which another call follows."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.before(x)).view(1, len(x), 3, 4, -1).permute(2, 0, 3, 1, 4)
+        y = heads[2]
+        with pytest.raises(RuntimeError):
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads[:2], y[..., :8])
+        for _ in range(2):
+            y = scaled_dot_product_attention(*heads[:2], y)
+        return x + y.transpose(1, 2).flatten(2)[0]
+
+
+def test_a_call_that_raises_has_its_place_among_the_calls() -> None:
+    assert _calls("keep_attention", FallingBack) == (3 + 1) * DEPTH
+
+
 class ByModule(Attending):
     """By torch's module for it."""
 
