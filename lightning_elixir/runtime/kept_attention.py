@@ -24,8 +24,9 @@ from lightning_elixir.core.attention import OPERATORS, can_stand_in, is_attentio
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None: there are no hooks
 
-# The second is written in Python, and calls the first where this mode does not see it.
-_CALLS = frozenset((F.scaled_dot_product_attention, F.multi_head_attention_forward, *OPERATORS))
+_aten = torch.ops.aten.scaled_dot_product_attention
+# `multi_head_attention_forward` is written in Python, and calls the first where this mode does not see it.
+_CALLS = frozenset((F.scaled_dot_product_attention, _aten, _aten.default, F.multi_head_attention_forward, *OPERATORS))
 
 
 class _Result:

@@ -185,6 +185,15 @@ class ByOperator(Attending):
         return x + y.transpose(1, 2).flatten(2)[0]
 
 
+class ByExportedCode(Attending):
+    """As modules of exported graphs do."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.before(x)).view(1, len(x), 3, 4, -1).permute(2, 0, 3, 1, 4)
+        y = torch.ops.aten.scaled_dot_product_attention.default(*heads)
+        return x + y.transpose(1, 2).flatten(2)[0]
+
+
 class _Compiled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +210,7 @@ def with_compiled_parts() -> nn.Module:
     return block
 
 
-@pytest.mark.parametrize("make_block", [ByModule, ByOperator, with_compiled_parts])
+@pytest.mark.parametrize("make_block", [ByModule, ByOperator, ByExportedCode, with_compiled_parts])
 def test_attention_is_found_wherever_it_is_called(make_block: Callable[[], nn.Module]) -> None:
     assert _calls("keep_attention", make_block) == DEPTH
 
