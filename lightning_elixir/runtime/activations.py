@@ -20,6 +20,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -275,6 +276,8 @@ def _recomputed(
         again_args, again_kwargs = tree_unflatten(filled, spec)
         return call(*again_args, **again_kwargs)
 
+    # Else nothing is saved; and where a mode is on, torch does not take its fast paths for frozen layers in evaluation.
+    keeps_attention = keeps_attention and any(t.requires_grad for t in chain(tensors, module.parameters()))
     buffers = list(_buffers(module))
     options: dict[str, Any] = {}
     if buffers or keeps_attention:

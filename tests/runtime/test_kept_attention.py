@@ -147,6 +147,16 @@ def test_what_was_written_to_is_computed_again() -> None:
     assert calls.number == 1
 
 
+def test_frozen_layers_in_evaluation_take_the_fast_path_as_without() -> None:
+    seed_torch(0)
+    model = Stack(lambda: nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True).eval(), DEPTH)
+    model.inp.requires_grad_(False)
+    model.blocks.requires_grad_(False)
+    pair = Pair(model, planned(model, "keep_attention", **PLACEMENTS["resident"]))
+    pair.step(0, rows=64, run=lambda model, x: model(x[None]))
+    pair.check()
+
+
 class FallingBack(Attending):
     """By a kernel that refuses these operands, then by one that takes them, which another call follows."""
 
