@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_elixir import profile_memory
 from lightning_elixir.plan.activations import Fate, ModelBlock
 from lightning_elixir.plan.fates import with_fates
 from lightning_elixir.profiling.blocks import found_blocks
+from lightning_elixir.runtime.kept_attention import keeping_attention
 from lightning_elixir.wrapper import ElixirModule
 from tests.gpu.cuda import CUDA, late
 from tests.helpers.activations import FATES, PLACEMENTS, Attending, Block, Pair, Stack, planned
@@ -58,6 +61,27 @@ def test_kept_attention_has_the_gradients_of_keeping_everything(dropout: float) 
         torch.testing.assert_close(parameter.grad.to(CUDA), expected[name], rtol=1e-3, atol=1e-6)
     assert module.stats().recomputed_blocks == 5
     module.close()
+
+
+@pytest.mark.parametrize(
+    "kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+)
+def test_results_of_each_kernel_of_attention_may_be_kept(kernel: SDPBackend) -> None:
+    """Dropout that follows drops the same ones again."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 256, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+
+    def run(q: Tensor) -> Tensor:
+        with sdpa_kernel(kernel):
+            y = nn.functional.scaled_dot_product_attention(q * 2, q, q, is_causal=True)
+        return nn.functional.dropout(y.sin(), 0.5)
+
+    grads = []
+    for context_fn in (noop_context_fn, keeping_attention):
+        torch.manual_seed(1)
+        y = checkpoint(run, q, use_reentrant=False, context_fn=context_fn)
+        grads += torch.autograd.grad(y.float().square().sum(), q)
+    assert (grads[1] - grads[0]).norm() < 0.01 * grads[0].norm()
 
 
 def _wide(make_block: Callable[[int], nn.Module] = Block) -> nn.Module:
