@@ -90,8 +90,8 @@ class _LossSum(torch.autograd.Function):
             # In fp16 gradients that nothing scales would not fit; without one of the inputs it gives none at all.
             is_for_it = hidden.dtype not in (torch.float16, torch.float64) and needs_grads[0] == any(needs_grads)
             if kernels is None or not is_for_it:
-                is_foreseen = is_for_it and liger.foresees(*operands)
-                loss, grads = _in_pieces(hidden, weight, targets, bias, ignore_index, needs_grads, is_foreseen)
+                foreseen = liger.kernels() if is_for_it and liger.foresees(*operands) else None
+                loss, grads = _in_pieces(hidden, weight, targets, bias, ignore_index, needs_grads, foreseen)
             else:
                 loss, grads = _by_kernel(kernels, hidden, weight, targets, bias, ignore_index, needs_grads)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -161,19 +161,18 @@ def _in_pieces(
     bias: Tensor | None,
     ignore_index: int,
     needs_grads: tuple[bool, bool, bool],
-    is_foreseen: bool,
+    foreseen: liger.Kernels | None,
 ) -> tuple[Tensor, _Grads]:
-    """The same by torch's operators, on any device; foreseen: as much memory as the kernel takes, whose gradients are
-    in the place of its logits, in the dtype of the inputs."""
+    """The same by torch's operators, on any device. Where a kernel is foreseen, with as much memory as it takes, whose
+    gradients are in the place of its logits, in the dtype of the inputs."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     of_input = torch.empty_like(hidden) if needs_grads[0] else None
     of_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if needs_grads[1] else None
     of_bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if needs_grads[2] else None
     num_rows, dtype = rows_at_once(hidden.shape[0], hidden.shape[1], weight.shape[0]), wide
-    kernels = liger.kernels() if is_foreseen else None
-    if kernels is not None:
-        num_rows, dtype = _pieces_of_kernel(kernels, hidden, weight.shape[0])[1], hidden.dtype
+    if foreseen is not None:
+        num_rows, dtype = _pieces_of_kernel(foreseen, hidden, weight.shape[0])[1], hidden.dtype
     for first in range(0, hidden.shape[0], num_rows):
         piece, wanted = hidden[first : first + num_rows], targets[first : first + num_rows]
         counts = wanted != ignore_index

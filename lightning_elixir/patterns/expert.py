@@ -99,9 +99,30 @@ class _Chosen:
     weights: Tensor
     """`[n, k]`."""
 
-    def first(self, number: int) -> _Chosen:
-        """Those of the first tokens."""
-        return _Chosen(self.experts[:number], self.weights[:number])
+
+@dataclass(frozen=True)
+class _Rows:
+    """What is sent of tokens, rank by rank."""
+
+    token_of_row: Tensor
+    """`[m]`, int64."""
+    rows_of_token: Tensor
+    """`[n, size]`, int64: the row for each rank; -1: none goes there."""
+    chosen: _Chosen
+    """Of each row, where it goes."""
+
+    def first(self, number: int) -> _Rows:
+        """Without those that only stand at the end."""
+        chosen = _Chosen(self.chosen.experts[:number], self.chosen.weights[:number])
+        return _Rows(self.token_of_row[:number], self.rows_of_token, chosen)
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """`[n, width]` to `[m, width]`."""
+        return repeated_rows(tokens, self.token_of_row, self.rows_of_token)
+
+    def added(self, rows: Tensor) -> Tensor:
+        """`[m, width]` to `[n, width]`, the sums."""
+        return added_rows(rows, self.token_of_row, self.rows_of_token)
 
 
 @dataclass(frozen=True)
@@ -131,44 +152,41 @@ def _there_and_back(tokens: Tensor, chosen: _Chosen, way: _Way) -> Tensor:
     """
     peers, width, k = way.peers, tokens.shape[1], chosen.experts.shape[1]
     goes, num_pairs = _destinations(chosen, way)
-    every, rows_of_token = _taken(goes.t())
     # Before the number of rows is known, since that waits for the device, which has nothing to do then until rows go.
-    token_of_row, sent = _sent(every[: len(tokens) * min(peers.size, k)], rows_of_token.t(), chosen, way)
+    every = _rows(goes, chosen, way)
     counts: list[int] = torch.cat((goes.sum(0), num_pairs)).tolist()
     num_sent, num_pairs_sent = counts[: peers.size], counts[peers.size :]
     if sum(num_pairs_sent) != chosen.experts.numel():
         raise IndexError(f"tokens are given to experts other than the {way.number * peers.size} from 0 on")
     num_received, num_pairs_here, most = peers.count_rows(num_sent, num_pairs_sent, k, width)
-    token_of_row, sent = token_of_row[: sum(num_sent)], sent.first(sum(num_sent))
+    rows = every.first(sum(num_sent))
+    sent = rows.chosen
     if k < most:  # routers may choose more experts on another rank, and rows are as long everywhere
         sent = _Chosen(F.pad(sent.experts, (0, most - k), value=-1), F.pad(sent.weights, (0, most - k)))
     token = torch.zeros(1, device=tokens.device, requires_grad=torch.is_grad_enabled())
     # Rows are made where they are handed on, so that nothing holds them longer than it takes.
     token, here, here_weights = ExchangedRows.apply(  # type: ignore[no-untyped-call]
-        *(token, peers, num_received, num_sent),
-        *(repeated_rows(tokens, token_of_row, rows_of_token.t()), sent.weights),
+        token, peers, num_received, num_sent, rows.of(tokens), sent.weights
     )
     here_chosen = _Chosen(peers.exchange_rows(sent.experts, num_received, num_sent), here_weights)
     results = [_sums_here(here, here_chosen, num_pairs_here, way) if here.shape[0] else here]
     del here
     peers.meet(Exchange.ROWS, width)  # on its way through the experts a rank may have needed the others
     _, back = ExchangedRows.apply(token, peers, num_sent, num_received, results.pop())  # type: ignore[no-untyped-call]
-    return added_rows(back, token_of_row, rows_of_token.t())
+    return rows.added(back)
 
 
 def _foreseen_there_and_back(tokens: Tensor, chosen: _Chosen, way: _Way) -> Tensor:
     """The same in a step that is foreseen, as if each rank got as many rows as it sends, and a token's experts, none of
     them twice, were drawn."""
     size, (num_tokens, k) = way.peers.size, chosen.experts.shape
-    every, rows_of_token = _taken(_destinations(chosen, way)[0].t())
     ways, ways_without_a_rank = (math.comb(way.number * ranks, k) for ranks in (size, size - 1))
     num_rows = round(num_tokens * size * (1 - ways_without_a_rank / max(1, ways)))
-    token_of_row, sent = _sent(every[: num_tokens * min(size, k)], rows_of_token.t(), chosen, way)
-    token_of_row, sent = token_of_row[:num_rows], sent.first(num_rows)
-    here = foreseen_rows(repeated_rows(tokens, token_of_row, rows_of_token.t()), way.peers)
-    results = [_sums_here(here, sent, num_tokens * k, way)]
+    rows = _rows(_destinations(chosen, way)[0], chosen, way).first(num_rows)
+    here = foreseen_rows(rows.of(tokens), way.peers)
+    results = [_sums_here(here, rows.chosen, num_tokens * k, way)]
     del here
-    return added_rows(foreseen_rows(results.pop(), way.peers), token_of_row, rows_of_token.t())
+    return rows.added(foreseen_rows(results.pop(), way.peers))
 
 
 def _destinations(chosen: _Chosen, way: _Way) -> tuple[Tensor, Tensor]:
@@ -196,22 +214,23 @@ def _taken(flags: Tensor) -> tuple[Tensor, Tensor]:
     return found, places.view(flags.shape)
 
 
-def _sent(rows: Tensor, rows_of_token: Tensor, chosen: _Chosen, way: _Way) -> tuple[Tensor, _Chosen]:
-    """Which token each row is, `[m]`, and its experts on the rank that it goes to.
+def _rows(goes: Tensor, chosen: _Chosen, way: _Way) -> _Rows:
+    """What is sent. As many rows as may be, of which those at the end mean nothing.
 
     Args:
-        rows: `[m]`, each rank * n + token. More may come after those that are sent.
-        rows_of_token: `[n, size]`.
+        goes: `[n, size]`, whether a token goes to a rank.
         chosen: The experts of the tokens.
         way: What they go through.
     """
-    num_tokens = max(1, len(chosen.experts))
-    token_of_row = rows % num_tokens
+    num_tokens, k = chosen.experts.shape
+    every, places = _taken(goes.t())
+    numbers = every[: num_tokens * min(way.peers.size, k)]  # rank * n + token
+    token_of_row, rows_of_token = numbers % max(1, num_tokens), places.t()
     experts = chosen.experts[token_of_row]
-    is_there = experts // way.number == (rows // num_tokens).unsqueeze(1)
+    is_there = experts // way.number == (numbers // max(1, num_tokens)).unsqueeze(1)
     weights = repeated_rows(chosen.weights, token_of_row, rows_of_token)
-    numbers = torch.where(is_there, experts % way.number, -1)
-    return token_of_row, _Chosen(numbers, torch.where(is_there, weights, weights.new_zeros(())))
+    own = torch.where(is_there, experts % way.number, -1)
+    return _Rows(token_of_row, rows_of_token, _Chosen(own, torch.where(is_there, weights, weights.new_zeros(()))))
 
 
 def _sums_here(rows: Tensor, chosen: _Chosen, num_pairs: int, way: _Way) -> Tensor:

@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_elixir.core.attention import OPERATORS, can_stand_in, is_attention
-
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None: there are no hooks
+from lightning_elixir.runtime.hooks import innermost_pack
 
 _aten = torch.ops.aten.scaled_dot_product_attention
 # `multi_head_attention_forward` is written in Python, and calls the first where this mode does not see it.
@@ -68,16 +67,17 @@ class _Keeping:
 
     def __init__(self, results: list[_Result | None]) -> None:
         self._results = results
-        self._hooks: Any = None
+        self._pack: Any = None
 
     def begin(self) -> None:
-        self._hooks = _top_hooks(False)  # of the checkpoint around
+        self._pack = innermost_pack()  # of the checkpoint around
 
     def attend(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._results.append(None)  # first, since a call that raises has its place among the calls too
         value = operator(*args, **kwargs)
         needs_grad = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        if needs_grad and can_stand_in(operator, args, kwargs) and _are_same(_top_hooks(False), self._hooks):
+        is_checkpoints = self._pack is not None and innermost_pack() is self._pack
+        if needs_grad and is_checkpoints and can_stand_in(operator, args, kwargs):
             self._results[-1] = _Result(operator, value)
         return value
 
@@ -101,10 +101,6 @@ class _Replaying:
         self._next += 1
         value = None if result is None else result.of(operator)
         return operator(*args, **kwargs) if value is None else value
-
-
-def _are_same(hooks: Any, others: Any) -> bool:
-    return hooks is not None and others is not None and hooks[0] is others[0]
 
 
 class _Operators(TorchDispatchMode):
