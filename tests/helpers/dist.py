@@ -349,6 +349,10 @@ def _run_job(job: _Job, environment: dict[str, str]) -> bytes:
 # ---------------------------------------------------------------------------------------------------- ranks that die
 
 
+_STDERR = 2
+"""What pytest keeps of this, and shows where a test fails."""
+
+
 def start_processes(code: str, world_size: int) -> list[Process]:
     """Start Python code on several ranks, each a process by itself, as a cluster's launcher would. One rank alone gets
     no address of others. A `Trainer` starts the group."""
@@ -358,9 +362,8 @@ def start_processes(code: str, world_size: int) -> list[Process]:
         group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)}
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         environment = {**os.environ, **(group | place if world_size > 1 else {}), "OMP_NUM_THREADS": "1"}
-        with open(os.devnull, "wb") as nowhere:
-            quiet = f"import warnings; warnings.simplefilter('ignore')\n{code}"
-            processes.append(start(quiet, environment, stderr=nowhere.fileno()))
+        quiet = f"import warnings; warnings.simplefilter('ignore')\n{code}"
+        processes.append(start(quiet, environment, stderr=_STDERR))
     return processes
 
 

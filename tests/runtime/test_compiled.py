@@ -248,7 +248,7 @@ def plain_steps(run: Any, num_steps: int, micro_batches: int = 1) -> Trained:
             run.backward(loss)
             losses.append(loss.detach())
         run.step()
-    return Trained(losses, [value.clone() for value in run.values()], 0)
+    return Trained(losses, [value.cpu().clone() for value in run.values()], 0)
 
 
 def assert_equal(actual: Trained, expected: Trained) -> None:
