@@ -19,6 +19,7 @@ from lightning_elixir.core.module_hooks import without_hooks
 from lightning_elixir.core.option_names import checks_option_names
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.fused import FusedChoice, fuse
+from lightning_elixir.kernels.means import mean_of_rows
 from lightning_elixir.memory_limits import LimitedModule, MemoryLimits, change_limits
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.activations import has_offloaded
@@ -110,7 +111,7 @@ class ElixirModule(nn.Module):
         super().__init__()
         plan = search_result
         runtime_device = make_device(device, pin_memory)
-        comm = make_comm(process_group, runtime_device.torch_device)
+        comm = make_comm(process_group, runtime_device.torch_device, mean_of_rows)
         self.dtype = dtype if dtype is not None else getattr(torch, plan.compute_dtype)
         _check(plan, self.dtype, dtype is not None, comm.world_size, runtime_device.torch_device)
         is_half = self.dtype.itemsize == 2

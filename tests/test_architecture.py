@@ -32,11 +32,11 @@ ARROWS: dict[str, set[str]] = {
     "memory_limits": {"core", "plan", "planning", "runtime"},
     "stepping": {"core", "plan", "optim", "runtime"},
     "optimizer": {"core", "plan", "optim", "runtime", "stepping", "wrapper"},
-    "wrapper": {"core", "fused", "plan", "profiling", "runtime", "storage", "optimizer", "memory_limits"},
+    "wrapper": {"core", "fused", "kernels", "plan", "profiling", "runtime", "storage", "optimizer", "memory_limits"},
     # Lightning itself comes in through `_lightning` alone.
     "_lightning": set(),
     "strategy": {"_lightning", "wrapper", "optimizer", "planning", "report", "runtime", "checkpoint", "profiling"}
-    | {"patterns", "optim", "storage", "core", "fused", "plan", "memory_limits"},
+    | {"patterns", "optim", "kernels", "storage", "core", "fused", "plan", "memory_limits"},
     "registration": {"_lightning", "strategy"},
     "cli": {
         "_lightning",

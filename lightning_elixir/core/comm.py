@@ -307,6 +307,24 @@ def _wait_until_let_go(storage: torch.UntypedStorage, num_uses: int) -> None:
         time.sleep(0)
 
 
+Mean = Callable[[Tensor, Tensor], None]
+"""Gets rows and what becomes their mean, as `mean_of_rows` does, which has the numbers that it has to give."""
+
+
+def mean_of_rows(rows: Tensor, mean: Tensor) -> None:
+    """Write the mean of rows, which are added up from the first on, 16-bit ones in fp32.
+
+    Args:
+        rows: `[n, numel]`, floating.
+        mean: `[numel]`, of any floating dtype.
+    """
+    first, *others = rows.unbind(0)
+    total = first.to(torch.promote_types(torch.float32, mean.dtype), copy=True)
+    for row in others:
+        total.add_(row)
+    mean.copy_(total.div_(len(rows)))
+
+
 class _MeanOfSlices:
     """Reduce-scatter as an exchange of slices and a local sum: the same bytes on the wire, but each element is summed
     in rank order wherever it lies in the chunk (a ring starts at another rank for every slice), and 16-bit gradients
@@ -330,11 +348,7 @@ class _MeanOfSlices:
         with self._comm.collective():
             self._comm.finish(work, self._comm._reduce, number=self._number)
         self.work = None
-        rows = self._received.unbind(0)
-        total = rows[0].to(torch.promote_types(torch.float32, self._shard.dtype), copy=True)
-        for row in rows[1:]:
-            total.add_(row)
-        self._shard.copy_(total.div_(len(rows)))
+        self._comm._mean(self._received, self._shard)
         return None
 
 
@@ -364,6 +378,7 @@ class GroupComm:
             only the ranks of this group make it.
         has_reductions: See `part`.
         is_lent: Whether the group was made by others, and stays when this is closed.
+        mean: What a reduce-scatter computes of the slices that it has received.
     """
 
     def __init__(
@@ -373,6 +388,7 @@ class GroupComm:
         timeout: timedelta | None = None,
         beside: Sequence[list[int]] | None = None,
         *,
+        mean: Mean = mean_of_rows,
         has_reductions: bool = True,
         is_lent: bool = True,
     ) -> None:
@@ -380,6 +396,7 @@ class GroupComm:
         self._is_lent = is_lent
         self._beside = beside
         self._has_reductions = has_reductions
+        self._mean = mean
         self._linked: weakref.WeakSet[GroupComm] = weakref.WeakSet()  # they leave with this one
         self._device = device
         self._timeout = timeout
@@ -702,7 +719,13 @@ class GroupComm:
         with self.collective():
             group = _new_group(own, self._timeout, self._backend, beside)
         made = GroupComm(
-            group, self._device, self._timeout, beside, has_reductions=has_reductions, is_lent=beside is None
+            group,
+            self._device,
+            self._timeout,
+            beside,
+            mean=self._mean,
+            has_reductions=has_reductions,
+            is_lent=beside is None,
         )
         for other in (self, *self._linked):
             made._linked.add(other)
@@ -962,14 +985,18 @@ def _new_group(
     return cast(dist.ProcessGroup, group)  # torch annotates what ranks outside the group get as well
 
 
-def make_comm(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
-    """The ranks of `group`, None: the default group; a `SoloComm` without torch.distributed, or for one rank."""
+def make_comm(group: dist.ProcessGroup | None, device: torch.device, mean: Mean = mean_of_rows) -> Comm:
+    """The ranks of `group`, None: the default group; a `SoloComm` without torch.distributed, or for one rank.
+
+    Args:
+        mean: See `GroupComm`.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return SoloComm()
     group = group if group is not None else dist.group.WORLD
     if group is None or dist.get_world_size(group) == 1:
         return SoloComm()
-    return GroupComm(group, device, _timeout_of(group, device))
+    return GroupComm(group, device, _timeout_of(group, device), mean=mean)
 
 
 def is_default_group(group: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Adam and the norms of gradients on an NVIDIA GPU, by compiled code: the bits of the torch operations it stands for.
+"""Adam, and norms and means of gradients, on an NVIDIA GPU, by compiled code: the bits of the torch operations it
+stands for.
 
 The code itself is in `triton_code`; here is what is launched, and over what. Torch's builds for CUDA bring Triton.
 Where it is missing, or cannot compile (it needs a C compiler for its launchers), every function here says so by its
@@ -44,6 +45,10 @@ that nothing has to change places between threads."""
 _SUM_ROWS = 8
 _SUM_WARPS = 4
 """32 elements a thread, in four parts of 8; see `triton_code`."""
+
+_MEAN_BLOCK = 2048
+_MEAN_WARPS = 4
+"""16 elements a thread, in accesses of 16 bytes."""
 
 _EXACT = {"enable_fp_fusion": False}
 """No contraction into fused multiply-adds. Denormals are kept without being asked for."""
@@ -120,6 +125,31 @@ def square_sums(shard: Tensor, segments: Runs, scale: float = 1.0, clamp: float 
         return None
 
 
+def mean_of_rows(rows: Tensor, mean: Tensor) -> bool:
+    """`core.comm.mean_of_rows` in one pass over the rows, on the current stream.
+
+    Args:
+        rows: `[n, numel]`, contiguous, on the device.
+        mean: `[numel]`, contiguous; overwritten.
+
+    Returns:
+        Whether it was done; if not, nothing has been changed.
+    """
+    kernels = _kernels()
+    if not {rows.dtype, mean.dtype} <= set(_ADAM_DTYPES) or not kernels.are_usable:
+        return False
+    try:
+        with kernels.lock, current_device(rows.device):
+            _launch_mean(kernels.code, rows, mean)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers fail in many ways
+        kernels.give_up(error)
+        return False
+    torch.autograd.graph.increment_version(mean)
+    return True
+
+
 def group_parts(table: Table) -> list[tuple[Scalars, Runs]]:
     """Parts with the same numbers together, and those that touch as one."""
     groups: dict[Scalars, list[tuple[int, int]]] = {}
@@ -176,7 +206,7 @@ class _Kernels:
         """Leave everything to torch from now on."""
         self.code = None
         log.warning(
-            "Triton's kernels for Adam and gradient norms are not used, but torch's operations, which give the same "
+            "Triton's kernels for Adam and gradients are not used, but torch's operations, which give the same "
             "numbers in several times as long: %s: %s",
             type(error).__name__,
             str(error).strip() or "no message",
@@ -247,6 +277,12 @@ def _launch_sums(code: Any, shard: Tensor, segments: Runs, scale: float, clamp: 
         )
         values = sums
     return values
+
+
+def _launch_mean(code: Any, rows: Tensor, mean: Tensor) -> None:
+    num_rows, numel = rows.shape
+    grid = (-(-numel // _MEAN_BLOCK),)
+    code.mean_kernel[grid](rows, mean, numel, num_rows, BLOCK=_MEAN_BLOCK, num_warps=_MEAN_WARPS, **_EXACT)
 
 
 @functools.lru_cache(maxsize=_MAX_TABLES)

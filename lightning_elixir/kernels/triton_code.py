@@ -273,3 +273,30 @@ def sum_kernel(
         num_rows = tl.maximum((left + (ALIGN - 1)) // ALIGN, 1)
         totals = _row_sums(values, first, left, scale, clamp, ROWS, False, IS_SQUARED, HAS_CLAMP)
         tl.store(target + row, totals, mask=row < num_rows)
+
+
+@triton.jit
+def _mean_block(rows, mean, offsets, left, row_numel, num_rows, IS_FULL: tl.constexpr):
+    first = tl.load(rows + offsets) if IS_FULL else tl.load(rows + offsets, mask=offsets < left, other=0.0)
+    total = _widened(first)
+    for _ in range(1, num_rows):
+        rows += row_numel
+        row = tl.load(rows + offsets) if IS_FULL else tl.load(rows + offsets, mask=offsets < left, other=0.0)
+        total += _widened(row)
+    value = _rounded(tl.div_rn(total, tl.full([], num_rows, tl.int32).to(tl.float32)), mean.dtype.element_ty)
+    if IS_FULL:
+        tl.store(mean + offsets, value)
+    else:
+        tl.store(mean + offsets, value, mask=offsets < left)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def mean_kernel(rows, mean, row_numel, num_rows, BLOCK: tl.constexpr):
+    """`mean[i]` is the mean of `rows[:, i]`, added up in fp32, from the first row on; a program for each block."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    left = row_numel - start
+    offsets = tl.arange(0, BLOCK)
+    if left >= BLOCK:
+        _mean_block(rows + start, mean + start, offsets, left, row_numel, num_rows, True)
+    else:
+        _mean_block(rows + start, mean + start, offsets, left, row_numel, num_rows, False)

@@ -28,6 +28,7 @@ from lightning_elixir.core.host import available_host_bytes, cpu_model, num_usab
 from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.errors import PlanError
 from lightning_elixir.kernels.cpu import implementation
+from lightning_elixir.kernels.means import mean_of_rows
 from lightning_elixir.plan.hardware import HARDWARE_SCHEMA, HardwareSpec
 from lightning_elixir.profiling.disturbance import CoreWatch
 from lightning_elixir.profiling.hardware_cache import HardwareCache, default_cache_dir
@@ -232,7 +233,7 @@ class HardwareProbe:
     @contextmanager
     def _bench(self) -> Iterator[tuple[Device, Comm]]:
         device = make_device(self.device)
-        ranks = make_comm(None, device.torch_device) if self.comm is None else self.comm
+        ranks = make_comm(None, device.torch_device, mean_of_rows) if self.comm is None else self.comm
         try:
             with current_device(device.torch_device):
                 yield device, ranks

@@ -33,6 +33,7 @@ from lightning_elixir.core.device import is_device_in_use
 from lightning_elixir.core.threads import end_openmp_threads
 from lightning_elixir.core.waits import Call
 from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.kernels.means import mean_of_rows
 
 T = TypeVar("T")
 
@@ -188,7 +189,7 @@ class Processes:
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
         if self._comm.world_size == 1:
-            self._comm = make_comm(None, self.root_device)
+            self._comm = make_comm(None, self.root_device, mean_of_rows)
 
     def check_number(self) -> None:
         """Whether there are as many processes as the Trainer or Fabric was told. Lightning looks at some numbers only.

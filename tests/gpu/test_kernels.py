@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_elixir.core import comm
 from lightning_elixir.kernels import gpu
 from lightning_elixir.kernels.sequence import Operands, Scalars, Table, run_sequence
 from lightning_elixir.optim import scaling
@@ -279,6 +280,23 @@ def test_square_sums_of_denormals_and_of_the_largest_numbers() -> None:
     check_sums(torch.full((1500,), 1e-41), ((0, 1500),))
     check_sums(torch.full((1500,), 1e-39).to(bf16), ((0, 1500),))
     check_sums(torch.full((1500,), torch.finfo(fp32).max), ((0, 1500),))
+
+
+@pytest.mark.parametrize("numel", [2047, 3 * 2048 + 1])
+@pytest.mark.parametrize("num_rows", [2, 5])
+@pytest.mark.parametrize(("dtype", "wider"), [(fp32, fp32), (bf16, bf16), (fp16, fp16), (bf16, fp32)])
+def test_means_add_up_from_the_first_row_on(dtype: torch.dtype, wider: torch.dtype, num_rows: int, numel: int) -> None:
+    rows = (torch.randn(num_rows, numel) * torch.randint(-12, 12, (num_rows, numel)).exp2()).to(dtype)
+    rows[:, 0] = torch.tensor([math.inf, 1.0, -0.0, math.nan, 2.0])[:num_rows]
+    around, expected = torch.zeros(numel + 1024, dtype=wider, device=DEVICE), torch.empty(numel, dtype=wider)
+    comm.mean_of_rows(rows, expected)
+    mean = around[512 : 512 + numel]
+    version = mean._version
+    assert gpu.mean_of_rows(rows.to(DEVICE), mean)
+    assert_same(mean, expected)
+    assert mean._version > version
+    assert not around[:512].any()
+    assert not around[512 + numel :].any()
 
 
 # What only a device can do

@@ -200,7 +200,7 @@ def test_a_launch_that_fails_is_not_tried_again(
         assert not gpu.adam_update(Operands(*adam_operands()), [(0, 8, FIRST)])
     assert code.num_launches == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "Triton's kernels for Adam and gradient norms are not used, but torch's operations, which give the same "
+        "Triton's kernels for Adam and gradients are not used, but torch's operations, which give the same "
         "numbers in several times as long: OSError: no C compiler"
     ]
 
@@ -277,7 +277,7 @@ def test_one_launch_for_each_set_of_numbers_and_for_each_level(monkeypatch: pyte
 @pytest.mark.full
 def test_kernels_under_the_interpreter() -> None:
     # numpy divides by zero aloud
-    check_under_interpreter(r"5\d", "-W", "ignore::RuntimeWarning", "tests/gpu/test_kernels.py")
+    check_under_interpreter(r"7\d", "-W", "ignore::RuntimeWarning", "tests/gpu/test_kernels.py")
 
 
 class Compiler:
@@ -367,3 +367,14 @@ def test_compiled_sums_are_exact(compiler: Compiler, dtype: torch.dtype, num_wid
     assert_exact(first)
     assert_exact(second)
     assert of_kind(first, r"ld\.global\.v\d") == {"ld.global.v4.b32": num_wide_loads}
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [bf16, full(fp32)])
+def test_compiled_means_are_exact_and_read_in_wide_accesses(compiler: Compiler, dtype: torch.dtype) -> None:
+    gpu._launch_mean(compiler, torch.ones(4, 4096, dtype=dtype), torch.ones(4096, dtype=dtype))
+    (counted,) = compiler.counted
+    assert_exact(counted)
+    assert of_kind(counted, r"ld\.global\.v\d").keys() == {"ld.global.v4.b32"}
+    assert of_kind(counted, r"st\.global\.v\d").keys() == {"st.global.v4.b32"}
+    assert not of_kind(counted, r".*\.shared|bar\.")
