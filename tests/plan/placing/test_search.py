@@ -23,7 +23,7 @@ from lightning_elixir.plan.packing import candidate_chunk_numels, pack, regular_
 from lightning_elixir.plan.placing import search as search_module
 from lightning_elixir.plan.placing.parts import host_parts
 from lightning_elixir.plan.placing.placement import OFFLOADED, Layout, place
-from lightning_elixir.plan.placing.search import search
+from lightning_elixir.plan.placing.search import search, with_forecast
 from lightning_elixir.plan.placing.space import Candidate, Choice, Space
 from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import PlacementRequest, Problem
@@ -94,6 +94,22 @@ def test_what_tensors_take_is_told_without_the_margin(is_certain: bool) -> None:
             f"left to the allocator and to larger batches {format_bytes(forecast.margin_bytes)}" in explain(plan)
         ) == (forecast.margin_bytes > 0)
     assert found > 10
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 1.5])
+def test_what_is_left_of_the_margin_is_told_where_steps_take_more_than_was_foreseen(part: float) -> None:
+    case = next(case for case in random_cases(5, 40) if case.profile.peak_non_model_bytes)
+    profile = case.profile.with_margin(case.layout.block_bytes)
+    case = replace(case, profile=profile).with_budget(gpu_bytes=100 * (case.problem.budget.gpu_bytes or 0))
+    plan = case.search()
+    before = forecast_of(plan)
+    lacking = int(before.margin_bytes * part)
+    tight = replace(case.problem.budget, gpu_bytes=before.peak_gpu_bytes - lacking)
+    after = forecast_of(with_forecast(plan, profile, case.problem.hardware, case.problem.regime, tight))
+    assert after.allocated_bytes == before.allocated_bytes
+    assert after.margin_bytes == max(0, before.margin_bytes - lacking)
+    assert sum(n for _, n in after.gpu_kinds) == after.peak_gpu_bytes
+    assert dict(after.gpu_kinds)["non_model_bytes"] >= after.margin_bytes
 
 
 # What it chooses
