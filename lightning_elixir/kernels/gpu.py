@@ -19,8 +19,8 @@ import logging
 import os
 import struct
 import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from lightning_elixir.kernels.sequence import Operands, Scalars, Table
 from lightning_elixir.plan.types import ALIGN_NUMEL
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 Runs = tuple[tuple[int, int], ...]
 """First element, a multiple of `ALIGN_NUMEL`, and numel of each of some runs of elements."""
@@ -115,14 +117,7 @@ def square_sums(shard: Tensor, segments: Runs, scale: float = 1.0, clamp: float 
         return None
     if not any(numel for _, numel in segments):
         return torch.zeros(len(segments), dtype=torch.float64, device=shard.device)
-    try:
-        with kernels.lock, current_device(shard.device):
-            return _launch_sums(kernels.code, shard, segments, scale, clamp)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # compilers fail in many ways
-        kernels.give_up(error)
-        return None
+    return kernels.attempt(shard.device, _launch_sums, shard, segments, scale, clamp)
 
 
 def mean_of_rows(rows: Tensor, mean: Tensor) -> bool:
@@ -138,13 +133,7 @@ def mean_of_rows(rows: Tensor, mean: Tensor) -> bool:
     kernels = _kernels()
     if not {rows.dtype, mean.dtype} <= set(_ADAM_DTYPES) or not kernels.are_usable:
         return False
-    try:
-        with kernels.lock, current_device(rows.device):
-            _launch_mean(kernels.code, rows, mean)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # compilers fail in many ways
-        kernels.give_up(error)
+    if not kernels.attempt(rows.device, _launch_mean, rows, mean):
         return False
     torch.autograd.graph.increment_version(mean)
     return True
@@ -201,6 +190,17 @@ class _Kernels:
     @property
     def are_usable(self) -> bool:
         return self.code is not None and os.environ.get("LIGHTNING_ELIXIR_KERNELS", "1") != "0"
+
+    def attempt(self, device: torch.device, launch: Callable[..., _T], *args: Any) -> _T | None:
+        """What a launch gives, called with the code and `args`; None if it fails: torch does without from now on."""
+        try:
+            with self.lock, current_device(device):
+                return launch(self.code, *args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # compilers fail in many ways
+            self.give_up(error)
+            return None
 
     def give_up(self, error: Exception) -> None:
         """Leave everything to torch from now on."""
@@ -279,10 +279,11 @@ def _launch_sums(code: Any, shard: Tensor, segments: Runs, scale: float, clamp: 
     return values
 
 
-def _launch_mean(code: Any, rows: Tensor, mean: Tensor) -> None:
+def _launch_mean(code: Any, rows: Tensor, mean: Tensor) -> Literal[True]:
     num_rows, numel = rows.shape
     grid = (-(-numel // _MEAN_BLOCK),)
     code.mean_kernel[grid](rows, mean, numel, num_rows, BLOCK=_MEAN_BLOCK, num_warps=_MEAN_WARPS, **_EXACT)
+    return True
 
 
 @functools.lru_cache(maxsize=_MAX_TABLES)
