@@ -88,12 +88,37 @@ class Turns:
     """
 
     def __init__(self, turns: Sequence[tuple[int, int]], ends: Sequence[int], length: int) -> None:
-        self._turns, self._ends, self._length = turns, ends, length
+        self._positions = [position for position, _ in turns]
+        self._ids = [chunk_id for _, chunk_id in turns]
+        self._ends, self._length = ends, length
 
-    def same_ahead_until(self, position: int) -> int:
-        """Where `upcoming` begins to give less than it gives at `position`."""
-        index = bisect_left(self._turns, (position, -1))
-        return self._turns[index][0] + 1 if index < len(self._turns) else self._length
+    def first_absent(self, position: int, known: int, most: int, there: Container[int]) -> tuple[int, int, int]:
+        """The first use of a chunk that is not `there`, of those from `position` on.
+
+        Args:
+            position: From where on.
+            known: What is used before this position is there.
+            most: As `upcoming` takes it.
+            there: What is there.
+
+        Returns:
+            The chunk's id, the position, and the first one at which `upcoming` gives that chunk; past the use if there
+            is none. Where no such chunk is used: -1, and past the end.
+        """
+        positions, ids = self._positions, self._ids
+        for index in range(bisect_left(positions, max(position, known)), len(ids)):
+            if ids[index] not in there:
+                break
+        else:
+            return -1, self._length, self._length + 1
+        before = set[int]()
+        for earlier in range(index - 1, -1, -1):
+            if positions[earlier] < position:
+                break
+            before.add(ids[earlier])
+            if len(before) == most:
+                return ids[index], positions[index], positions[earlier] + 1
+        return ids[index], positions[index], position
 
     def same_uses_until(self, position: int) -> int:
         """The first position after `position` at which chunks that are not in use now may have other next uses."""
@@ -103,10 +128,11 @@ class Turns:
     def upcoming(self, position: int, most: int) -> dict[int, int]:
         """The first `most` chunks from `position` to the end of the trace, in that order, with the position of each."""
         found: dict[int, int] = {}
-        for index in range(bisect_left(self._turns, (position, -1)), len(self._turns)):
-            at, chunk_id = self._turns[index]
+        positions, ids = self._positions, self._ids
+        for index in range(bisect_left(positions, position), len(ids)):
+            chunk_id = ids[index]
             if chunk_id not in found:
                 if len(found) == most:
                     break
-                found[chunk_id] = at
+                found[chunk_id] = positions[index]
         return found

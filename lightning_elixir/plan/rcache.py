@@ -5,7 +5,6 @@ The runtime and the simulator drive this same class, so predicted and real count
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left
 from collections.abc import Collection, Container, Iterable, KeysView, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -74,6 +73,8 @@ class RCache:
         # What `_needed_after` has found last, and for which position: while nothing comes, goes, or is used or dropped.
         self._after: tuple[int, list[tuple[int, int]]] | None = None
         self._settled_until = 0  # before this position there is nothing to prefetch, unless something goes
+        self._there_until = 0  # what the trace uses before this position is resident
+        self._absent = -1  # what it uses there, and is not; -1: that is not known
         # Before this position this budget has no room to prefetch, unless something comes, goes or is dropped.
         self._full_until = 0
         self._full_budget = 0
@@ -144,7 +145,8 @@ class RCache:
         self._position = 0
         self._next_uses = {}
         self._suspected = self._after = None
-        self._settled_until = self._full_until = 0
+        self._settled_until = self._there_until = self._full_until = 0
+        self._absent = -1
 
     def acquire(self, ids: Iterable[int], *, pin: bool, held: Container[int] = (), is_traced: bool = True) -> Decision:
         """Make `ids` resident.
@@ -209,7 +211,8 @@ class RCache:
                 return False
             position += 1
             if self.prefetch_depth and position >= self._settled_until and self._lacks_ahead(position):
-                return False
+                if not self._is_full(position, ids, pin, policy):
+                    return False
             self._position = position
             self._suspected = None
         if has_others:
@@ -294,14 +297,30 @@ class RCache:
         turns, resident = self._turns, self._resident
         if turns is None or not self._may_prefetch(position):
             return False
-        if len(resident) == len(self.cost_blocks):  # as long as none goes
-            self._settled_until = sys.maxsize
+        if self._absent < 0 or position > self._there_until:
+            depth, known = self.prefetch_depth, self._there_until
+            self._absent, self._there_until, self._settled_until = turns.first_absent(position, known, depth, resident)
+        return position >= self._settled_until
+
+    def _is_full(self, position: int, ids: tuple[int, ...], pin: bool, policy: CachePolicy) -> bool:
+        """After `_lacks_ahead` has found something at `position`, behind an access of `ids`: whether that has no room,
+        and nothing that is needed later can go."""
+        if self._used_blocks + self.cost_blocks[self._absent] <= self.budget_blocks:
             return False
-        for chunk_id in turns.upcoming(position, self.prefetch_depth):
-            if chunk_id not in resident:
-                return True
-        self._settled_until = turns.same_ahead_until(position)
-        return False
+        at, pins, next_uses = self._there_until, self._pins, self._next_uses
+        for chunk_id in self._resident:
+            if chunk_id in pins or (pin and chunk_id in ids):
+                continue
+            use = next_uses.get(chunk_id, -1)
+            if use < position:
+                use = policy.next_use(chunk_id, position)
+                if chunk_id not in ids:  # else it is needed before
+                    next_uses[chunk_id] = use
+            if use > at:
+                return False
+        if self._turns is not None:
+            self._full_until, self._full_budget = self._turns.same_uses_until(position), self.budget_blocks
+        return True
 
     def prefetch_candidates(self, held: Container[int] = ()) -> tuple[int, ...]:
         """Chunks worth fetching now, nearest use first: the next `prefetch_depth` absent chunks of the trace for which
@@ -467,12 +486,17 @@ class RCache:
                 self._pins[chunk_id] = self._pins.get(chunk_id, 0) + 1
 
     def _add(self, chunk_id: int) -> None:
+        if chunk_id == self._absent:
+            self._absent = -1
         self._full_until, self._after = 0, None
         self._resident[chunk_id] = self._clock
         self._used_blocks += self.cost_blocks[chunk_id]
         self.peak_blocks = max(self.peak_blocks, self._used_blocks)
 
     def _remove(self, chunk_id: int) -> None:
-        self._settled_until, self._full_until, self._after = 0, 0, None
+        self._full_until, self._after = 0, None
+        use = self._next_use(chunk_id)
+        if use <= self._there_until:
+            self._there_until, self._settled_until, self._absent = use, 0, -1
         del self._resident[chunk_id]
         self._used_blocks -= self.cost_blocks[chunk_id]

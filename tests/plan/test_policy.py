@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
+
 from lightning_elixir.plan.policy import CachePolicy
 from lightning_elixir.plan.types import AccessTrace, Acquire, Drop
 from tests.plan.traces import unpinned
@@ -42,9 +44,21 @@ def test_upcoming_names_each_chunk_once_from_its_next_turn() -> None:
     assert list(turns.upcoming(3, 9).items()) == [(0, 4), (3, 5)]
     assert turns.upcoming(6, 9) == {}
     assert list(policy.turns_of({2, 3}).upcoming(0, 2).items()) == [(2, 2), (3, 5)]
-    assert turns.same_ahead_until(1) == 3
-    assert turns.same_ahead_until(3) == 5
-    assert turns.same_ahead_until(6) == 6
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_what_is_absent_first_is_told_with_where_it_comes_near(most: int) -> None:
+    random = Random(most)
+    for _ in range(200):
+        accesses = [tuple(random.sample(range(5), random.randint(1, 2))) for _ in range(12)]
+        turns, there = CachePolicy(unpinned(*accesses)).turns_of(range(5)), set(random.sample(range(5), 3))
+        for position in range(13):
+            chunk_id, at, since = turns.first_absent(position, 0, most, there)
+            absent = [(i, use) for i, use in turns.upcoming(position, 5).items() if i not in there]
+            assert (chunk_id, at) == (absent[0] if absent else (-1, 12))
+            near = (p for p in range(position, at + 1) if chunk_id in turns.upcoming(p, most))
+            assert since == next(near, at + 1)
+            assert turns.first_absent(position, at, most, there) == (chunk_id, at, since)
 
 
 def test_find_looks_only_inside_its_window() -> None:

@@ -500,5 +500,5 @@ def test_what_is_remembered_of_prefetching_changes_nothing() -> None:
 
 
 def _forget(cache: RCache) -> None:
-    cache._settled_until = cache._full_until = 0
-    cache._after = None
+    cache._settled_until = cache._there_until = cache._full_until = 0
+    cache._absent, cache._after = -1, None

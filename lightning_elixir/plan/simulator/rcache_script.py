@@ -89,6 +89,7 @@ def drive(
     Yields:
         Each acquire, and what happens at it: first for what is needed, then for what is fetched ahead.
     """
+    is_alone = plan.mesh.copy_size == 1
     for event in trace.events:
         if isinstance(event, Drop):
             rcache.drop(event.ids)
@@ -97,11 +98,9 @@ def drive(
             yield event, _NOTHING, _NOTHING
             continue
         decision, ahead = rcache.acquire(event.ids, pin=event.is_pinned, held=event.held), _NOTHING
-        fetched = decision.fetch
         # Ranks meet, and so agree on what to prefetch, only where they gather something on demand.
-        shared = [i for i in fetched if plan.num_sharing(plan.chunks[i]) > 1]
-        is_met = bool(shared) if plan.is_storage_distributed else any(i in outdated for i in shared)
-        if plan.mesh.copy_size == 1 or is_met:
+        shared = [] if is_alone else [i for i in decision.fetch if plan.num_sharing(plan.chunks[i]) > 1]
+        if is_alone or (bool(shared) if plan.is_storage_distributed else any(i in outdated for i in shared)):
             held = {*event.held, *event.ids}
             candidates = rcache.prefetch_candidates(held)
             if candidates:
@@ -118,16 +117,15 @@ def _step(plan: Plan, trace: AccessTrace, rcache: RCache, policy: CachePolicy) -
     accesses = []
     there: set[int] = set()  # waited for
     for event, decision, ahead in drive(plan, rcache, trace, outdated):
+        ids, fetches, awaited = event.ids, (), ()
         fetched = decision.fetch + ahead.fetch
-        fetches: tuple[tuple[int, bool], ...] = ()
         if fetched:
             fetches = tuple([(i, i in outdated) for i in fetched])
             outdated.difference_update(fetched)
             there.difference_update(fetched)
-        awaited: tuple[int, ...] = ()
-        if not there.issuperset(event.ids):
-            awaited = tuple([i for i in event.ids if i not in there])
+        if not there.issuperset(ids):
+            awaited = tuple([i for i in ids if i not in there])
             there.update(awaited)
-        accesses.append(ScriptedAccess(event.ids, fetches, rcache.used_blocks, awaited))
+        accesses.append(ScriptedAccess(ids, fetches, rcache.used_blocks, awaited))
     rcache.release([c.id for c in trained if not c.is_persistent])
     return tuple(accesses)
