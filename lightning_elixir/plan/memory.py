@@ -9,7 +9,7 @@ device what is persistent, and on the host staging buffers where gradients are a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -252,6 +252,10 @@ class ChunkBytes(NamedTuple):
     nvme: int = 0
     uses_nvme: int = 0
     """1 if anything of it is there."""
+    grad_block: int = 0
+    """Of the block that its gradients are gathered in, if there is one."""
+    grad_slice: int = 0
+    """What several ranks reduce of them and send to the host."""
 
 
 @dataclass(frozen=True)
@@ -268,6 +272,12 @@ class Scheme:
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
     num_copies: int = 1
+
+    def with_activations(self, host_bytes: int) -> Scheme:
+        """The same beside so many bytes of activations in host memory. What is found of chunks serves both."""
+        scheme = replace(self, activation_host_bytes=host_bytes)
+        vars(scheme).update(chunk_bytes=self.chunk_bytes, mesh=self.mesh, data_bytes=self.data_bytes)
+        return scheme
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -293,7 +303,7 @@ class Scheme:
         return Table(self._chunk_bytes)
 
     def _chunk_bytes(self, chunk: ChunkSpec) -> ChunkBytes:
-        gpu_param = 0
+        gpu_param, num_sharing = 0, self.num_sharing(chunk)
         if chunk.is_persistent:
             gpu_param = chunk.nbytes
         elif chunk.param_tier is Tier.GPU:
@@ -310,6 +320,8 @@ class Scheme:
             host_spare=self.spare_bytes(chunk),
             nvme=self.nvme_bytes(chunk),
             uses_nvme=int(uses_nvme(chunk)),
+            grad_block=max(self.block_bytes, chunk.nbytes) if self.has_grad_block(chunk) else 0,
+            grad_slice=chunk.nbytes // num_sharing if chunk.requires_grad and not on_gpu and num_sharing > 1 else 0,
         )
 
     @property
@@ -449,12 +461,12 @@ class Scheme:
     def grad_block_bytes(self, chunks: Sequence[ChunkSpec], arrivals: Iterable[int] = ()) -> int:
         """The blocks that gradients are gathered in, and the slices that several ranks reduce and send to the host.
         Arguments as for `num_grad_blocks`."""
-        trained = [c for c in chunks if self.has_grad_block(c)]
+        each = [self.chunk_bytes(c) for c in chunks]
+        trained = [c for c, nbytes in zip(chunks, each, strict=True) if nbytes.grad_block]
         count = num_grad_blocks(trained, self.world_size, arrivals)
-        largest = sorted((c.nbytes for c in trained), reverse=True)[:count]
-        sent = [c for c in trained if c.optim_tier is not Tier.GPU and self.num_sharing(c) > 1]
-        slices = sorted((c.nbytes // self.num_sharing(c) for c in sent), reverse=True)[:GRAD_BLOCKS]
-        return sum(max(self.block_bytes, nbytes) for nbytes in largest) + sum(slices)
+        blocks = sorted([nbytes.grad_block for nbytes in each], reverse=True)[:count]
+        slices = sorted([nbytes.grad_slice for nbytes in each], reverse=True)[:GRAD_BLOCKS]
+        return sum(blocks) + sum(slices)
 
 
 @dataclass(frozen=True)

@@ -210,9 +210,9 @@ class RCache:
             if position >= len(accesses) or ids != accesses[position] or (self._stops and self.is_at_stop()):
                 return False
             position += 1
-            if self.prefetch_depth and position >= self._settled_until and self._lacks_ahead(position):
-                if not self._is_full(position, ids, pin, policy):
-                    return False
+            is_settled = not self.prefetch_depth or position < self._settled_until or not self._lacks_ahead(position)
+            if not is_settled and not self._is_full(position, ids, pin, policy):
+                return False
             self._position = position
             self._suspected = None
         if has_others:

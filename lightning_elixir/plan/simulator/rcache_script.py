@@ -117,7 +117,9 @@ def _step(plan: Plan, trace: AccessTrace, rcache: RCache, policy: CachePolicy) -
     accesses = []
     there: set[int] = set()  # waited for
     for event, decision, ahead in drive(plan, rcache, trace, outdated):
-        ids, fetches, awaited = event.ids, (), ()
+        ids = event.ids
+        fetches: tuple[tuple[int, bool], ...] = ()
+        awaited: tuple[int, ...] = ()
         fetched = decision.fetch + ahead.fetch
         if fetched:
             fetches = tuple([(i, i in outdated) for i in fetched])

@@ -16,7 +16,7 @@ wider `reduce_dtype`, and the fp32 master that fp32 parameters on the GPU have b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ from lightning_elixir.plan.simulator.step import StepSimulator
 from lightning_elixir.plan.types import AccessTrace, Acquire, Alternative, ChunkSpec, Drop, Plan, Tier
 
 __all__ = [
+    "Holding",
     "MemoryPoint",
     "RCacheScripts",
     "Span",
@@ -157,13 +158,13 @@ def beside_rcache_bytes(chunks: Sequence[ChunkSpec], course: Course, scheme: Sch
         scheme: What training does to them.
         use: Of these chunks, without the rCache.
     """
-    return _highest(chunks, course, scheme, use).total
+    return Holding.of(chunks, course.arrivals, scheme, use).highest(course).total
 
 
 def highest_moment(chunks: Sequence[ChunkSpec], course: Course, scheme: Scheme, use: MemoryUse) -> MemoryUse:
     """What is on the device at that moment, by kind, so that the kinds add up to it. Arguments as for
     `beside_rcache_bytes`."""
-    highest = _highest(chunks, course, scheme, use)
+    highest = Holding.of(chunks, course.arrivals, scheme, use).highest(course)
     return replace(
         use,
         gpu_grad_bytes=highest.grad_bytes,
@@ -172,7 +173,7 @@ def highest_moment(chunks: Sequence[ChunkSpec], course: Course, scheme: Scheme, 
     )
 
 
-class _Highest(NamedTuple):
+class HighestMoment(NamedTuple):
     """The highest moment without the rCache, in bytes."""
 
     total: int
@@ -181,27 +182,52 @@ class _Highest(NamedTuple):
     non_model_bytes: int
 
 
-def _highest(chunks: Sequence[ChunkSpec], course: Course, scheme: Scheme, use: MemoryUse) -> _Highest:
-    of_gpu = {c.id: c for c in chunks if c.requires_grad and c.optim_tier is Tier.GPU}
-    shards = {chunk_id: scheme.chunk_bytes(chunk).gpu_grad for chunk_id, chunk in of_gpu.items()}
-    blocks = scheme.grad_block_bytes(chunks, course.arrivals)  # freed ones stay with the device's pool
-    fixed = use.gpu_bytes - use.gpu_grad_bytes
-    stream_bytes = scheme.stream_bytes(chunks)
-    at_end = blocks + sum(shards.values())
-    highest = _Highest(fixed + at_end + stream_bytes, at_end, stream_bytes, 0)  # the update
-    stays = scheme.lasting_stream_bytes(chunks)
-    before = {chunk_id: scheme.earlier_grad_bytes(chunk) for chunk_id, chunk in of_gpu.items()}
-    added = scheme.added_grad_bytes(chunks, course.arrivals)
-    held = blocks + sum(before.values())
-    for begun, non_model_bytes in course.moments:
-        if added and not shards.keys().isdisjoint(begun):
-            held, added = held + added, 0
-        for chunk_id in begun:
-            held += shards.get(chunk_id, 0) - before.get(chunk_id, 0)
-        total = fixed + stays + held + non_model_bytes
-        if total > highest.total:
-            highest = _Highest(total, held, stays, non_model_bytes)
-    return highest
+class Holding(NamedTuple):
+    """What chunks have on the device while gradients come, whatever activations do meanwhile, in bytes."""
+
+    fixed: int
+    """All the time, without buffers of updates and gradients."""
+    update: HighestMoment
+    lasting: int
+    """Buffers of updates in forward and backward."""
+    before: int
+    """Of gradients, when backward begins."""
+    added: int
+    """More, from when a chunk with its states there gets gradients."""
+    more: Mapping[int, int]
+    """More for each of those chunks from then on, by id."""
+
+    @classmethod
+    def of(cls, chunks: Sequence[ChunkSpec], arrivals: Sequence[int], scheme: Scheme, use: MemoryUse) -> Holding:
+        """Arguments as for `beside_rcache_bytes`; `arrivals` are those of the course."""
+        of_gpu = [c for c in chunks if c.requires_grad and c.optim_tier is Tier.GPU]
+        shards = {c.id: scheme.chunk_bytes(c).gpu_grad for c in of_gpu}
+        blocks = scheme.grad_block_bytes(chunks, arrivals)  # freed ones stay with the device's pool
+        fixed, stream_bytes = use.gpu_bytes - use.gpu_grad_bytes, scheme.stream_bytes(chunks)
+        at_end = blocks + sum(shards.values())
+        earlier = {c.id: scheme.earlier_grad_bytes(c) for c in of_gpu} if scheme.regime.accumulates else {}
+        return cls(
+            fixed,
+            HighestMoment(fixed + at_end + stream_bytes, at_end, stream_bytes, 0),
+            scheme.lasting_stream_bytes(chunks),
+            blocks + sum(earlier.values()),
+            scheme.added_grad_bytes(chunks, arrivals),
+            {i: nbytes - earlier.get(i, 0) for i, nbytes in shards.items()},
+        )
+
+    def highest(self, course: Course) -> HighestMoment:
+        """The highest moment of a step."""
+        highest, held, added, more = self.update, self.before, self.added, self.more
+        beside, total = self.fixed + self.lasting, self.update.total
+        for begun, non_model_bytes in course.moments:
+            if added and not more.keys().isdisjoint(begun):
+                held, added = held + added, 0
+            for chunk_id in begun:
+                held += more.get(chunk_id, 0)
+            if beside + held + non_model_bytes > total:
+                total = beside + held + non_model_bytes
+                highest = HighestMoment(total, held, self.lasting, non_model_bytes)
+        return highest
 
 
 def peak_gpu_bytes(plan: Plan, profile: StepProfile, scheme: Scheme) -> int:
