@@ -330,7 +330,10 @@ class StepProfile:
         Args:
             changed: From those of an interval to others.
         """
-        intervals = (replace(i, non_model_bytes=changed(i.non_model_bytes)) for i in self.intervals)
+        intervals = [  # all fields: `replace` takes several times as long
+            StepInterval(i.compute_s, changed(i.non_model_bytes), i.grads, i.is_backward, i.moves, i.arrivals)
+            for i in self.intervals
+        ]
         return replace(self, intervals=tuple(intervals))
 
 
@@ -344,13 +347,21 @@ def step_profile(profile: MemoryProfile, packed: Sequence[PackedChunk], hardware
         hardware: Its `matmul_flops_per_s`, `device_bytes_per_s` and `launch_s` are used.
     """
     chunk_of = {m.fqn: i for i, chunk in enumerate(packed) for m in chunk.members}
+    known: dict[tuple[str, ...], tuple[int, ...]] = {}
+
+    def ids_of(fqns: tuple[str, ...]) -> tuple[int, ...]:
+        ids = known.get(fqns)
+        if ids is None:
+            ids = known[fqns] = tuple(dict.fromkeys(chunk_of[fqn] for fqn in fqns if fqn in chunk_of))
+        return ids
+
     rate = hardware.matmul_flops_per_s.get(profile.dtype, 0.0) or max(hardware.matmul_flops_per_s.values(), default=0.0)
     waiting = {i: len(c.members) for i, c in enumerate(packed) if c.requires_grad}
     events: list[Acquire | Drop] = []
     intervals: list[StepInterval] = []
     for item in profile.timeline:
         for fqns in item.dropped:
-            ids = _ids(fqns, chunk_of)
+            ids = ids_of(fqns)
             if ids:
                 events.append(Drop(ids))
         arrivals, finished = [], []
@@ -365,12 +376,13 @@ def step_profile(profile: MemoryProfile, packed: Sequence[PackedChunk], hardware
                     finished.append(chunk_id)
         arithmetic_s = item.flops / rate if rate else 0.0
         compute_s = max(arithmetic_s + item.moved_bytes / hardware.device_bytes_per_s, item.num_ops * hardware.launch_s)
-        ids = _ids(item.fqns, chunk_of)
+        ids = ids_of(item.fqns)
+        moves = item.moves if item.moves else NO_MOVES  # the one, also where the profile comes from another process
         interval = StepInterval(
-            compute_s, item.activation_bytes, tuple(finished), item.is_backward, item.moves, tuple(arrivals)
+            compute_s, item.activation_bytes, tuple(finished), item.is_backward, moves, tuple(arrivals)
         )
         if ids:
-            events.append(Acquire(ids, item.is_pinned, _ids(item.held, chunk_of)))
+            events.append(Acquire(ids, item.is_pinned, ids_of(item.held)))
             intervals.append(interval)
         elif intervals:
             intervals[-1] = _joined(intervals[-1], interval)
@@ -384,10 +396,6 @@ def step_profile(profile: MemoryProfile, packed: Sequence[PackedChunk], hardware
         last = intervals[-1]
         intervals[-1] = replace(last, grads=last.grads + late, arrivals=last.arrivals + late)
     return StepProfile(AccessTrace(tuple(events)), tuple(intervals), profile.offloaded_bytes)
-
-
-def _ids(fqns: Sequence[str], chunk_of: dict[str, int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(chunk_of[fqn] for fqn in fqns if fqn in chunk_of))
 
 
 def _joined(first: StepInterval, second: StepInterval) -> StepInterval:

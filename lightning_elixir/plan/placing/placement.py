@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.activations import has_offloaded
 from lightning_elixir.plan.describe import IN_STEP_NOTE
-from lightning_elixir.plan.memory import MemoryUse, memory_use, num_grad_blocks, problem_of_params_on_nvme
+from lightning_elixir.plan.memory import MemoryUse, Scheme, memory_use, num_grad_blocks, problem_of_params_on_nvme
 from lightning_elixir.plan.packing import PackedChunk, pack, padding_bytes, regular_block_bytes, round_up, waste_bytes
 from lightning_elixir.plan.placing.parts import STREAMABLE, gpu_parts, host_parts
 from lightning_elixir.plan.placing.spares import chunks_to_spare
 from lightning_elixir.plan.placing.spilling import can_move_params
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import Course, StepProfile
-from lightning_elixir.plan.simulator.timeline import beside_rcache_bytes, highest_moment
+from lightning_elixir.plan.simulator.timeline import Holding, beside_rcache_bytes, highest_moment
+from lightning_elixir.plan.tables import Table
 from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, AccessTrace, ChunkSpec, ParamSpec, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
 
@@ -130,7 +132,6 @@ class Needs:
         packed: The chunks.
         accesses: (module name, FQNs that it owns directly).
         block_bytes: Bytes of one block.
-        trace: What a step touches, if that is known.
     """
 
     def __init__(
@@ -138,11 +139,11 @@ class Needs:
         packed: Sequence[PackedChunk],
         accesses: Sequence[tuple[str, tuple[str, ...]]],
         block_bytes: int,
-        trace: AccessTrace | None = None,
     ) -> None:
         chunk_of = {m.fqn: i for i, c in enumerate(packed) for m in c.members}
         own = {name: {chunk_of[fqn] for fqn in fqns if fqn in chunk_of} for name, fqns in accesses}
         self._blocks = [max(1, -(-c.nbytes // block_bytes)) for c in packed]
+        self._names = [c.members[0].fqn for c in packed]
         self._sets: dict[frozenset[int], str] = {}
         for name, ids in own.items():
             needed = set(ids)
@@ -151,10 +152,32 @@ class Needs:
                 needed |= own.get(".".join(parts[:depth]), set())
             self._sets.setdefault(frozenset(needed), name)
         # Whatever the modules say (a parameter that none of them is known to own): each chunk must fit by itself.
-        for i, chunk in enumerate(packed):
-            self._sets.setdefault(frozenset((i,)), chunk.members[0].fqn)
-        for in_use in trace.in_use() if trace is not None else ():
-            self._sets.setdefault(in_use, " and ".join(packed[i].members[0].fqn for i in sorted(in_use)[:3]))
+        for i, name in enumerate(self._names):
+            self._sets.setdefault(frozenset((i,)), name)
+
+    def in_step(self, trace: AccessTrace) -> Needs:
+        """With what a step that touches this has in use at once."""
+        found = copy(self)
+        found._sets = dict(self._sets)
+        for in_use in trace.in_use():
+            if in_use not in found._sets:
+                found._sets[in_use] = " and ".join(self._names[i] for i in sorted(in_use)[:3])
+        return found
+
+    @cached_property
+    def _by_most(self) -> list[tuple[int, frozenset[int]]]:
+        """(blocks, ids) of all sets, were no chunk persistent, the largest first."""
+        most = [(sum([self._blocks[i] for i in ids]), ids) for ids in self._sets]
+        return sorted(most, key=lambda pair: -pair[0])
+
+    def fewest(self, managed: Collection[int]) -> int:
+        """As `smallest`, without the module."""
+        fewest = 0
+        for most, ids in self._by_most:
+            if most <= fewest:
+                break
+            fewest = max(fewest, sum([self._blocks[i] for i in ids if i in managed]))
+        return fewest
 
     def smallest(self, managed: Collection[int]) -> tuple[int, str]:
         """Least blocks that run the model, and the module that needs them.
@@ -174,28 +197,56 @@ class Needs:
         return sum(self._blocks[i] for i in managed)
 
 
-class Placement:
-    """The chunks of a layout at their sites, and what follows from that alone: each thing is found once, when it is
-    asked for. Made by `Placer.at`."""
+class Placed:
+    """The chunks of a layout at their sites, and what follows from that alone, whatever becomes of activations: each
+    thing is found once, when it is asked for."""
 
-    def __init__(self, placer: Placer, sites: tuple[Site, ...], chunks: tuple[ChunkSpec, ...]) -> None:
-        self._placer = placer
+    def __init__(self, scheme: Scheme, sites: tuple[Site, ...], chunks: tuple[ChunkSpec, ...]) -> None:
+        self._scheme = scheme
         self.sites, self.chunks = sites, chunks
+        self._held: tuple[tuple[int, ...], Holding] | None = None  # for which arrivals
 
     @cached_property
     def use(self) -> MemoryUse:
-        """Bytes by kind, without the rCache."""
-        return memory_use(self.chunks, 0, self._placer.scheme)
+        """Bytes by kind, without the rCache and activations."""
+        return replace(memory_use(self.chunks, 0, self._scheme), host_activation_bytes=0)
 
     @cached_property
     def managed(self) -> set[int]:
         """Chunks that come and go."""
         return {c.id for c in self.chunks if not c.is_persistent}
 
+    def holding(self, arrivals: tuple[int, ...]) -> Holding:
+        """What is on the device while gradients come in that order, as in `Course`."""
+        held = self._held
+        if held is None or held[0] != arrivals:
+            held = self._held = arrivals, Holding.of(self.chunks, arrivals, self._scheme, self.use)
+        return held[1]
+
+
+class Placement:
+    """The chunks of a layout at their sites in one step, and what follows from that: each thing is found once, when it
+    is asked for. Made by `Placer.at`."""
+
+    def __init__(self, placer: Placer, placed: Placed) -> None:
+        self._placer, self._placed = placer, placed
+        self.sites, self.chunks = placed.sites, placed.chunks
+
+    @cached_property
+    def use(self) -> MemoryUse:
+        """Bytes by kind, without the rCache."""
+        nbytes = self._placer.scheme.activation_host_bytes
+        return replace(self._placed.use, host_activation_bytes=nbytes) if nbytes else self._placed.use
+
+    @property
+    def managed(self) -> set[int]:
+        """Chunks that come and go."""
+        return self._placed.managed
+
     @cached_property
     def smallest(self) -> int:
         """Blocks of the smallest rCache that runs."""
-        return self._placer.needs.smallest(self.managed)[0]
+        return self._placer.needs.fewest(self.managed)
 
     @cached_property
     def blocks(self) -> int:
@@ -214,7 +265,7 @@ class Placement:
         placer = self._placer
         if placer.profile is None:
             return self.at_peak.gpu_bytes
-        return beside_rcache_bytes(self.chunks, placer.course, placer.scheme, self.use)
+        return self._placed.holding(placer.course.arrivals).highest(placer.course).total
 
     @cached_property
     def at_peak(self) -> MemoryUse:
@@ -256,36 +307,47 @@ def _activation_host_bytes(problem: Problem, profile: StepProfile | None) -> int
 
 
 class Placer:
-    """From sites to plans of one layout, within limits. Arguments as for `place`."""
+    """From sites to plans of one layout, within limits. Arguments as for `place`.
 
-    def __init__(self, layout: Layout, problem: Problem, profile: StepProfile | None = None) -> None:
+    Args:
+        like: Another one of this layout and problem, but for what becomes of activations: what does not depend on that
+            is found once for both.
+    """
+
+    def __init__(
+        self, layout: Layout, problem: Problem, profile: StepProfile | None = None, like: Placer | None = None
+    ) -> None:
         self.layout, self.profile = layout, profile
         self.request, self.budget, self.blocks = problem.request, problem.budget, problem.blocks
         self.ignored_bytes = problem.ignored_bytes
         self._activation_host_bytes = _activation_host_bytes(problem, profile)
-        self.scheme = replace(problem, activation_host_bytes=self._activation_host_bytes).scheme(layout.block_bytes)
+        scheme = problem.scheme(layout.block_bytes) if like is None else like.scheme
+        self.scheme: Scheme = scheme.with_activations(self._activation_host_bytes or 0)
         self.course = Course() if profile is None else profile.course
-        trace = None if profile is None else profile.trace
-        self.needs = Needs(layout.packed, problem.request.accesses, layout.block_bytes, trace)
-        self._placements: dict[tuple[Site, ...], Placement] = {}
-        self._at_site: dict[Site, tuple[ChunkSpec, ...]] = {}  # every chunk there
+        self._bare_needs: Needs = (
+            Needs(layout.packed, problem.request.accesses, layout.block_bytes) if like is None else like._bare_needs
+        )
+        self.needs = self._bare_needs if profile is None else self._bare_needs.in_step(profile.trace)
+        self._placed: dict[tuple[Site, ...], Placed] = {} if like is None else like._placed
+        self._at_site: dict[Site, tuple[ChunkSpec, ...]] = {} if like is None else like._at_site  # every chunk there
+        self.of_placed = Table[Placed, Placement](partial(Placement, self))
 
     def at(self, sites: Iterable[Site]) -> Placement:
         """Every chunk at a site; the same object for the same sites."""
-        sites = tuple(sites)
-        known = self._placements.get(sites)
-        if known is None:
-            chunks = tuple([self._chunks_at(site)[i] for i, site in enumerate(sites)])
-            known = self._placements[sites] = Placement(self, sites, chunks)
-        return known
+        return self.of_placed(self.placed(tuple(sites)))
 
-    def _chunks_at(self, site: Site) -> tuple[ChunkSpec, ...]:
-        known = self._at_site.get(site)
+    def placed(self, sites: tuple[Site, ...]) -> Placed:
+        """As `at`, whatever becomes of activations."""
+        known = self._placed.get(sites)
         if known is None:
-            known = self._at_site[site] = tuple(
-                ChunkSpec(i, c.dtype, c.requires_grad, c.numel, c.members, *site)
-                for i, c in enumerate(self.layout.packed)
-            )
+            at_site = self._at_site
+            for site in set(sites).difference(at_site):
+                at_site[site] = tuple(
+                    ChunkSpec(i, c.dtype, c.requires_grad, c.numel, c.members, *site)
+                    for i, c in enumerate(self.layout.packed)
+                )
+            chunks = tuple([at_site[site][i] for i, site in enumerate(sites)])
+            known = self._placed[sites] = Placed(self.scheme, sites, chunks)
         return known
 
     def saved_by_smaller_chunks(self, chunks: Sequence[ChunkSpec], blocks: int) -> int:

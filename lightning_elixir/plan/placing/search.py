@@ -90,28 +90,43 @@ def search(candidates: Sequence[Candidate], problem: Problem) -> Plan:
 
 
 def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
-    tried = _fates_tried(candidates[0], problem)
-    searches, found = _of_each_size(_with_fates(candidates, tried), problem)
+    make = _Searches(problem)
+    tried = _fates_tried(candidates[0], make)
+    searches, found = _of_each_size(_with_fates(candidates, tried), make)
     if not found:
         raise min((one.refusal() for one in searches), key=distance)
     outcome, one = _of_sizes(found, is_time_guessed=problem.is_time_guessed)
     outcome = one.refined(outcome)
     if tried and not one.is_least(outcome):
-        outcome, one, tried = _with_fates_of_its_own(candidates, (outcome, one, tried), found, problem)
+        outcome, one, tried = _with_fates_of_its_own(candidates, (outcome, one, tried), found, make)
         searches.append(one)
     outcome = one.fetching_ahead(one.with_best_spares(outcome))
     plan = one.plan_of(outcome, [(s, o) for s in searches for o in s.outcomes.values()])
     return plan if plan.forecast is None else with_alternatives(plan, tried)
 
 
+class _Searches:
+    """Makes searches for a problem. Those among placements of the same chunks share what does not depend on the fates
+    of activations."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._like: dict[int, _LayoutSearch] = {}  # by `id` of the layout, which the search keeps
+
+    def __call__(self, candidate: Candidate) -> _LayoutSearch:
+        one = _LayoutSearch(candidate, self.problem, self._like.get(id(candidate.layout)))
+        self._like.setdefault(id(candidate.layout), one)
+        return one
+
+
 def _of_each_size(
-    candidates: Sequence[Candidate], problem: Problem
+    candidates: Sequence[Candidate], make: _Searches
 ) -> tuple[list[_LayoutSearch], list[tuple[Outcome, _LayoutSearch]]]:
     """The searches of all chunk sizes, and the best outcome of each with which anything fits."""
     different: dict[Layout, Candidate] = {}  # some sizes come to the same chunks
     for candidate in candidates:
         different.setdefault(candidate.layout, candidate)
-    searches = [_LayoutSearch(c, problem) for c in different.values()]
+    searches = [make(c) for c in different.values()]
     found: list[tuple[Outcome, _LayoutSearch]] = []
     for one in searches:
         outcome = one.best(found[0][1].relative(found[0][0].choice) if found else None)
@@ -123,19 +138,19 @@ def _of_each_size(
     return searches, found
 
 
-def _fates_tried(candidate: Candidate, problem: Problem, earlier: Sequence[FatesTried] = ()) -> tuple[FatesTried, ...]:
+def _fates_tried(candidate: Candidate, make: _Searches, earlier: Sequence[FatesTried] = ()) -> tuple[FatesTried, ...]:
     """The fates of activations that were looked at with such chunks, the best first; none where there is no choice.
 
     Args:
         candidate: The chunks, and what a step does.
-        problem: Limits, hardware and what training does.
+        make: Makes searches.
         earlier: Those that were looked at with chunks of another size.
     """
     if candidate.with_fates is None:
         return ()
-    names = [block.name for block in problem.blocks]
+    names = [block.name for block in make.problem.blocks]
     best: list[tuple[float, Choice]] = []  # to start from with other fates
-    searches = Table[Candidate, _LayoutSearch](lambda one: _LayoutSearch(one, problem))
+    searches = Table[Candidate, _LayoutSearch](make)
     starts = Table[_LayoutSearch, Outcome | None](
         lambda one: one.start(best[0][1] if best else None, is_of_other_fates=True)
     )
@@ -156,7 +171,7 @@ def _fates_tried(candidate: Candidate, problem: Problem, earlier: Sequence[Fates
         start = starts(looked)
         return seconds_of(looked, None if start is None else looked.climbed(start))
 
-    num_backwards = problem.regime.num_backwards
+    num_backwards = make.problem.regime.num_backwards
     return FatesTried.all_of(candidate.with_fates, names, seconds, num_backwards, first_seconds, earlier)
 
 
@@ -164,7 +179,7 @@ def _with_fates_of_its_own(
     candidates: Sequence[Candidate],
     best: tuple[Outcome, _LayoutSearch, tuple[FatesTried, ...]],
     found: Sequence[tuple[Outcome, _LayoutSearch]],
-    problem: Problem,
+    make: _Searches,
 ) -> tuple[Outcome, _LayoutSearch, tuple[FatesTried, ...]]:
     """The best outcome, its search, and the fates that were looked at for it, when the sizes that came nearest have
     fates that suit their own chunks: those that suit the first size may be far from the best of another."""
@@ -172,8 +187,8 @@ def _with_fates_of_its_own(
     for _, near in sorted(found, key=lambda pair: pair[0].felt_s)[:_MOST_SIZES_WITH_FATES]:
         if near.layout == candidates[0].layout:
             continue
-        tried = _fates_tried(of_layout[near.layout], problem, earlier)
-        one = _LayoutSearch(_with_fates([of_layout[near.layout]], tried)[0], problem)
+        tried = _fates_tried(of_layout[near.layout], make, earlier)
+        one = make(_with_fates([of_layout[near.layout]], tried)[0])
         outcome = one.best(None)
         if outcome is not None:
             best = min(best, (one.refined(outcome), one, tried), key=lambda known: known[0].felt_s)

@@ -8,12 +8,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_elixir.plan.activations import ModelBlock
-from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Placement, Placer, Site, sites_of
+from lightning_elixir.plan.placing.placement import (
+    OFFLOADED,
+    RESIDENT,
+    Layout,
+    Placed,
+    Placement,
+    Placer,
+    Site,
+    sites_of,
+)
 from lightning_elixir.plan.placing.spares import SPARE_PATTERNS
 from lightning_elixir.plan.placing.spilling import Spilling
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.simulator.timeline import RCacheScripts, StepSimulator, compressed
+from lightning_elixir.plan.simulator.timeline import Costs, RCacheScripts, StepSimulator, compressed
 from lightning_elixir.plan.types import ChunkSpec, Plan, StepTimes, Tier, UpdateTiming
 
 KEPT = Site(Tier.GPU, Tier.CPU, True)
@@ -91,16 +100,27 @@ class Outcome:
 
 
 class Space:
-    """Every placement of one layout: what it is, whether it fits, and how long a step takes."""
+    """Every placement of one layout: what it is, whether it fits, and how long a step takes.
 
-    def __init__(self, candidate: Candidate, problem: Problem) -> None:
+    Args:
+        candidate: The layout, and what a step does.
+        problem: Limits, hardware and what training does.
+        like: The space of this layout and problem with other fates of activations: what does not depend on these is
+            found once for both.
+    """
+
+    def __init__(self, candidate: Candidate, problem: Problem, like: Space | None = None) -> None:
         if candidate.blocks is not None:
             problem = replace(problem, blocks=candidate.blocks)
         self.problem = problem
         self.layout = candidate.layout
         self.profile = candidate.profile
-        self.placer = Placer(candidate.layout, problem, candidate.profile)
-        self._simulator = StepSimulator(candidate.brief, problem.hardware, self.placer.scheme, candidate.scripts)
+        self.placer: Placer = Placer(
+            candidate.layout, problem, candidate.profile, None if like is None else like.placer
+        )
+        self._costs: Costs = Costs(problem.hardware, self.placer.scheme) if like is None else like._costs
+        self._simulator = StepSimulator(candidate.brief, self._costs, candidate.scripts)
+        self._placed: dict[Choice, Placed] = {} if like is None else like._placed
         packed = candidate.layout.packed
         self.trainable = [i for i, c in enumerate(packed) if c.requires_grad]
         self.num_trainable = len(self.trainable)
@@ -182,7 +202,7 @@ class Space:
         known = self.outcomes.get(choice)
         if known is not None and not (known.is_glimpsed and known.felt_s <= limit_s):
             return known
-        wanted = self.placer.at(self._sites(choice)).with_spares(choice.spare_pattern, choice.spares)
+        wanted = self._at(choice).with_spares(choice.spare_pattern, choice.spares)
         depth = 0 if not wanted.managed else choice.depth
         same = self._by_placement.get((wanted, depth))  # other numbers that come to the same
         if same is None or (same.is_glimpsed and same.felt_s <= limit_s):
@@ -231,7 +251,13 @@ class Space:
 
     def _placement(self, choice: Choice) -> Placement:
         """Without spare states, which take only what is left."""
-        return self._within_host(self.placer.at(self._sites(choice)))
+        return self._within_host(self._at(choice))
+
+    def _at(self, choice: Choice) -> Placement:
+        placed = self._placed.get(choice)
+        if placed is None:
+            placed = self._placed[choice] = self.placer.placed(tuple(self._sites(choice)))
+        return self.placer.of_placed(placed)
 
     def _within_host(self, placement: Placement) -> Placement:
         """With states, and parameters, on NVMe that the host's memory does not hold."""

@@ -13,8 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.memory import Scheme, is_on_nvme, nvme_buffers
+from lightning_elixir.plan.memory import is_on_nvme, nvme_buffers
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.simulator.clocks import Busy, Clocks
 from lightning_elixir.plan.simulator.cost import Costs, is_time_known
@@ -49,16 +48,12 @@ class StepSimulator:
 
     Args:
         profile: What forward and backward touch, and how long they compute.
-        hardware: Measured figures of one rank.
-        scheme: What training does to chunks.
+        costs: What training does to chunks, in seconds of one rank.
         scripts: Of the profile's trace, where other simulators have use for them as well.
     """
 
-    def __init__(
-        self, profile: StepProfile, hardware: HardwareSpec, scheme: Scheme, scripts: RCacheScripts | None = None
-    ) -> None:
-        self._profile, self._scheme = profile, scheme
-        self._costs = Costs(hardware, scheme)
+    def __init__(self, profile: StepProfile, costs: Costs, scripts: RCacheScripts | None = None) -> None:
+        self._profile, self._costs = profile, costs
         self._scripts = scripts or RCacheScripts(profile.trace)
 
     def handling_s(self, chunks: Sequence[ChunkSpec]) -> float:
@@ -67,7 +62,7 @@ class StepSimulator:
 
     def least(self, chunks: Sequence[ChunkSpec], timing: UpdateTiming) -> StepTimes:
         """Of a step with these chunks in which nothing waits for anything but the host's memory; none is faster."""
-        regime, rate = self._scheme.regime, self._costs.hardware.host_bytes_per_s
+        regime, rate = self._costs.scheme.regime, self._costs.hardware.host_bytes_per_s
         compute_s = regime.num_backwards * self._profile.compute_s
         step_s = traffic = 0.0
         for chunk in chunks:

@@ -25,13 +25,14 @@ from lightning_elixir.plan.ignored import ignored_bytes
 from lightning_elixir.plan.memory import MemoryUse, Scheme, memory_use
 from lightning_elixir.plan.profile import Course, StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
-from lightning_elixir.plan.simulator.cost import is_time_known
+from lightning_elixir.plan.simulator.cost import Costs, is_time_known
 from lightning_elixir.plan.simulator.rcache_script import RCacheScripts
 from lightning_elixir.plan.simulator.spans import MemoryPoint, Span, Timeline
 from lightning_elixir.plan.simulator.step import StepSimulator
 from lightning_elixir.plan.types import AccessTrace, Acquire, Alternative, ChunkSpec, Drop, Plan, Tier
 
 __all__ = [
+    "Costs",
     "Holding",
     "MemoryPoint",
     "RCacheScripts",
@@ -95,7 +96,7 @@ def simulate_step(
         The timeline of a step with its trace known, as all but the first are. Its `total_s`, `step_s` and `nvme_s` are
         infinite unless `is_time_known`.
     """
-    step = StepSimulator(profile, hardware, scheme).run(plan, is_detailed=is_detailed)
+    step = StepSimulator(profile, Costs(hardware, scheme)).run(plan, is_detailed=is_detailed)
     use = memory_use(plan.chunks, 0, scheme)
     course = profile.course
     moments = tuple((begun, profile.margin.without(nbytes)) for begun, nbytes in course.moments)
