@@ -40,15 +40,16 @@ def with_fates(profile: MemoryProfile, blocks: Sequence[ModelBlock]) -> MemoryPr
     changes = _Changes(profile, fates)
     timeline: list[ProfileInterval] = []
     for index, interval in enumerate(profile.timeline):
+        dropped, held, spared = interval.dropped, changes.held.get(index, ()), changes.spared(index)
         for visit in changes.recomputed_before.get(index, ()):
             begin_bytes = visit.after_bytes - changes.spared_before(index)
             timeline += _recomputation(profile.timeline, visit, begin_bytes, fates[visit.name])
-        spared = changes.spared(index)
+            dropped += _last_drops(profile.timeline, visit)
         timeline.append(
             ProfileInterval(  # all fields: `replace` takes several times as long
                 interval.fqns,
                 interval.is_pinned,
-                (*interval.dropped, *changes.dropped(index)),
+                dropped,
                 interval.module,
                 interval.is_backward,
                 max(0, interval.activation_bytes - spared),
@@ -60,7 +61,7 @@ def with_fates(profile: MemoryProfile, blocks: Sequence[ModelBlock]) -> MemoryPr
                 interval.grads,
                 interval.workspace_bytes,
                 changes.moves.get(index, interval.moves),
-                (*interval.held, *changes.held.get(index, ())),
+                (*interval.held, *held) if held else interval.held,
             )
         )
     return replace(
@@ -141,10 +142,6 @@ class _Changes:
     def spared_before(self, index: int) -> int:
         """Bytes that are not on the device just before it."""
         return self._spared[2 * index - 1]
-
-    def dropped(self, index: int) -> list[tuple[str, ...]]:
-        """Accesses of recomputations that have ended before an interval."""
-        return [one for visit in self.recomputed_before.get(index, ()) for one in _last_drops(self._timeline, visit)]
 
 
 def _last_drops(timeline: Sequence[ProfileInterval], visit: BlockVisit) -> tuple[tuple[str, ...], ...]:

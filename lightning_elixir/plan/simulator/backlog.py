@@ -74,9 +74,9 @@ class _Site(ABC):
 
     def advance(self, until_s: float) -> None:
         """Do what begins before `until_s`."""
-        while self.waiting:
+        while self.waiting and self.free_s < until_s:
             work = self._next()
-            if max(self.free_s, work.ready_s) >= until_s:
+            if work.ready_s >= until_s:
                 return
             self._do(work, until_s)
 

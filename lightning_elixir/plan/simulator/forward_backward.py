@@ -82,23 +82,25 @@ class ForwardBackward:
             for chunk_id in self._before.grads:
                 self._gradient(chunk_id)
         for access, interval in self._accesses:
-            if access.fetches or access.awaited:
+            ids, fetches, used_blocks, awaited = access
+            moves, grads = interval.moves, interval.grads
+            if fetches or awaited:
                 self._access(access)
-            if interval.moves is not NO_MOVES:
-                self._bring_activations(interval.moves)
+            if moves is not NO_MOVES:
+                self._bring_activations(moves)
             if is_detailed:
-                clocks.record.access(access.used_blocks)
-            if len(interval.grads) > 1:
-                self._compute_spread(interval, access.ids)
-                self._send_activations(interval.moves)
+                clocks.record.access(used_blocks)
+            if len(grads) > 1:
+                self._compute_spread(interval, ids)
+                self._send_activations(moves)
                 continue
             if is_detailed:
-                self._compute(interval, f"chunk {', '.join(map(str, access.ids))}")
+                self._compute(interval, f"chunk {', '.join(map(str, ids))}")
             else:
                 clocks.now_s += interval.compute_s
-            if interval.moves is not NO_MOVES:
-                self._send_activations(interval.moves)
-            for chunk_id in interval.grads:
+            if moves is not NO_MOVES:
+                self._send_activations(moves)
+            for chunk_id in grads:
                 self._gradient(chunk_id)
         clocks.wait(self._reduced_s, "wait for gradients")
         return clocks.now_s - begin_s
@@ -182,7 +184,8 @@ class ForwardBackward:
         if upload_s and (clocks.reduce.free_s > start_s or clocks.d2h.is_busy(start_s)):
             upload_s *= self._duplex_slowdown
         backlog.advance(clocks.now_s)
-        start_s = clocks.use_disk(start_s, costs.param_read_s, "read parameters", chunk_id)
+        if costs.param_read_s:
+            start_s = clocks.use_disk(start_s, costs.param_read_s, "read parameters", chunk_id)
         start_s, uploaded_s = clocks.h2d.reserve(start_s, upload_s)
         end_s = uploaded_s + fetch.gather_s + fetch.refresh_s
         self._ready[chunk_id] = end_s
@@ -220,7 +223,9 @@ class ForwardBackward:
         clocks, chunk, costs = self._clocks, self._chunks[chunk_id], self._costs[chunk_id]
         if not chunk.requires_grad:
             return
-        clocks.record.gradient(chunk)
+        is_detailed = clocks.record.is_detailed
+        if is_detailed:
+            clocks.record.gradient(chunk)
         reduce_s, download_s = costs.reduce_s, costs.download_s
         start_s = max(clocks.reduce.free_s, clocks.now_s)
         if download_s and (clocks.fetch.free_s > start_s or clocks.h2d.is_busy(start_s)):
@@ -232,10 +237,12 @@ class ForwardBackward:
         down_s, end_s = clocks.d2h.reserve(max(reduced_s, has_buffer_s), download_s)
         clocks.reduce.free_s = end_s
         landed_s = self._add_up(chunk_id, end_s) if is_added else end_s
-        stored_s = clocks.use_disk(landed_s, costs.grad_store_s, "store gradients", chunk_id)
+        stored_s = landed_s
+        if costs.grad_store_s:
+            stored_s = clocks.use_disk(landed_s, costs.grad_store_s, "store gradients", chunk_id)
         clocks.busy.d2h_s += download_s
         clocks.busy.collective_s += reduce_s
-        if clocks.record.is_detailed:
+        if is_detailed:
             clocks.record.span("collective", start_s, reduced_s, f"reduce {chunk_id}")
             clocks.record.span("d2h", down_s, end_s, f"gradients {chunk_id}")
         if self._reductions:  # its block is needed for the chunk that follows

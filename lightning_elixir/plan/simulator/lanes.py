@@ -55,8 +55,9 @@ class Bus:
         return start_s, begins[index] - start_s if index < len(begins) else math.inf
 
     def is_busy(self, at_s: float) -> bool:
-        index = bisect_right(self._ends, at_s)
-        return index < len(self._begins) and self._begins[index] <= at_s
+        if not self._ends or at_s >= self._ends[-1]:  # as mostly
+            return False
+        return self._begins[bisect_right(self._ends, at_s)] <= at_s
 
     def forget(self, before_s: float) -> None:
         """No time before this one is asked for again."""
