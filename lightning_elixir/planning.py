@@ -241,7 +241,7 @@ def _decided(
         plan = _decided(layouts, beside, profile, ())
         return replace(plan, ignored=ignored, notes={**plan.notes, "ignored_bytes": nbytes})
     fated = cache(partial(_with_fates, profile))  # the same for all chunk sizes
-    candidates = [_candidate(one, profile, fated, problem, problem.blocks) for one in layouts]
+    candidates = [_beside_fates(one, profile, fated, problem)(problem.blocks) for one in layouts]
     if problem.request.policy == "auto":
         return search(candidates, problem)
     candidate = candidates[0]
@@ -269,30 +269,28 @@ def _with_fates(
     return with_fates(profile, blocks) if isinstance(profile, MemoryProfile) else profile
 
 
-def _candidate(
+def _beside_fates(
     layout: Layout,
     profile: MemoryProfile | StepProfile | None,
     fated: Callable[[tuple[ModelBlock, ...]], MemoryProfile | StepProfile | None],
     problem: Problem,
-    blocks: tuple[ModelBlock, ...],
-) -> Candidate:
-    """The chunks, and what a step does to them with these fates of activations. Where the plan is to choose those, and
-    a dry run tells what they mean, others can be asked for.
+) -> Callable[[tuple[ModelBlock, ...]], Candidate]:
+    """From fates of activations to the chunks and what a step then does to them, each found once. Where the plan is to
+    choose fates, and a dry run tells what they mean, candidates have the others as well.
 
     Args:
         layout: The chunks.
         profile: Of a step, as far as that is known.
         fated: The same with fates.
         problem: What is asked, and limits.
-        blocks: Fates.
     """
     is_searched = problem.request.activations.is_searched and isinstance(profile, MemoryProfile) and profile.visits
-    return Candidate(
-        layout,
-        _profile_over(layout, fated(blocks), problem),
-        blocks,
-        partial(_candidate, layout, profile, fated, problem) if is_searched else None,
-    )
+
+    @cache
+    def found(blocks: tuple[ModelBlock, ...]) -> Candidate:
+        return Candidate(layout, _profile_over(layout, fated(blocks), problem), blocks, found if is_searched else None)
+
+    return found
 
 
 def _placed(candidate: Candidate, problem: Problem, *, is_known: bool) -> Plan:
