@@ -20,7 +20,7 @@ Record = Callable[[str, float, float, str], None]
 """Lane, begin, end, label."""
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Work:
     """The update of one chunk."""
 

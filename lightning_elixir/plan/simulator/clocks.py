@@ -9,7 +9,7 @@ from lightning_elixir.plan.simulator.lanes import Bus, Lane
 from lightning_elixir.plan.simulator.record import StepRecord
 
 
-@dataclass
+@dataclass(slots=True)
 class Busy:
     """What is done in the step under way, in seconds and bytes."""
 

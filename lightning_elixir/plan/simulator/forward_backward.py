@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 from lightning_elixir.plan.activations import NO_MOVES, ActivationMoves
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
@@ -56,7 +55,7 @@ class ForwardBackward:
         # Of the micro-batch under way.
         self._ready: dict[int, float] = {}
         self._held_up: dict[int, float] = {}  # seconds that a fetch began later because of its chunk's update
-        self._reductions: list[float] = []  # ends, of those that may still be under way
+        self._collected_s = 0.0  # end of the last reduction
         self._sums: deque[float] = deque(maxlen=STAGING_BUFFERS)  # ends of the last additions in host memory
         # Of chunks that are updated in the step: when the last gradient is reduced, and when all are added up.
         self._reduced_s = self._summed_s = 0.0
@@ -74,7 +73,7 @@ class ForwardBackward:
         """One forward and one backward; returns their seconds."""
         clocks = self._clocks
         begin_s = clocks.now_s
-        self._ready, self._held_up, self._reductions, self._reduced_s = {}, {}, [], 0.0
+        self._ready, self._held_up, self._collected_s, self._reduced_s = {}, {}, 0.0, 0.0
         clocks.record.begin_micro_batch()
         is_detailed = clocks.record.is_detailed
         if self._before is not None:
@@ -199,10 +198,11 @@ class ForwardBackward:
             clocks.record.span("collective", uploaded_s, uploaded_s + fetch.gather_s, f"gather {chunk_id}")
             clocks.record.span("d2h", end_s - fetch.refresh_s, end_s, f"refresh {chunk_id}")
 
-    def _compute(self, interval: StepInterval, label: str) -> None:
+    def _compute(self, interval: StepInterval, label: str, parts: int = 1) -> None:
+        """One of so many equal parts of an interval."""
         clocks = self._clocks
         start_s = clocks.now_s
-        clocks.now_s += interval.compute_s
+        clocks.now_s += interval.compute_s / parts
         if clocks.record.is_detailed:
             for chunk_id in interval.arrivals:
                 clocks.record.gradient(self._chunks[chunk_id])
@@ -212,10 +212,9 @@ class ForwardBackward:
     def _compute_spread(self, interval: StepInterval, ids: Sequence[int]) -> None:
         """An interval in which several chunks get their gradients. When is not known: one after the other, as in the
         backward of a layer whose weights checkpointing has kept, so that none is fetched again."""
-        part = replace(interval, compute_s=interval.compute_s / len(interval.grads))
         label = f"chunk {', '.join(map(str, ids))}" if self._clocks.record.is_detailed else ""
         for chunk_id in interval.grads:
-            self._compute(part, label)
+            self._compute(interval, label, len(interval.grads))
             self._gradient(chunk_id)
 
     def _gradient(self, chunk_id: int) -> None:
@@ -245,9 +244,8 @@ class ForwardBackward:
         if is_detailed:
             clocks.record.span("collective", start_s, reduced_s, f"reduce {chunk_id}")
             clocks.record.span("d2h", down_s, end_s, f"gradients {chunk_id}")
-        if self._reductions:  # its block is needed for the chunk that follows
-            clocks.wait(self._reductions[-1], "wait for a gradient block")
-        self._reductions = [end_s]
+        clocks.wait(self._collected_s, "wait for a gradient block")  # it is needed for the chunk that follows
+        self._collected_s = end_s
         if chunk_id not in self._updates.behind:
             self._reduced_s, self._summed_s = end_s, max(self._summed_s, landed_s)
         if chunk.optim_tier is not Tier.GPU:
