@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan.activations import Fate, ModelBlock
 from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.explain import explain, step_parts
@@ -22,7 +23,7 @@ from lightning_elixir.plan.memory import Budget, MemoryUse, memory_use
 from lightning_elixir.plan.packing import candidate_chunk_numels, pack, regular_block_bytes
 from lightning_elixir.plan.placing import search as search_module
 from lightning_elixir.plan.placing.parts import host_parts
-from lightning_elixir.plan.placing.placement import OFFLOADED, Layout, place
+from lightning_elixir.plan.placing.placement import OFFLOADED, Layout, place, sites_of
 from lightning_elixir.plan.placing.search import search, with_forecast
 from lightning_elixir.plan.placing.space import Candidate, Choice, Space
 from lightning_elixir.plan.placing.structure import structural_profile
@@ -30,7 +31,7 @@ from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.step import SimulatedStep, StepSimulator
-from lightning_elixir.plan.simulator.timeline import Timeline, with_times
+from lightning_elixir.plan.simulator.timeline import Timeline, beside_rcache_bytes, with_times
 from lightning_elixir.plan.types import AccessTrace, Acquire, Forecast, ParamSpec, Plan, StepTimes, Tier, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 from tests.helpers.tiers import full, telling
@@ -809,6 +810,33 @@ def test_the_gpu_error_says_what_is_needed_for_which_module() -> None:
     assert "gradients and their blocks 8.0 KiB" in text
     assert "activations and other data 1.0 KiB" in text
     assert "there are 15.0 KiB. What would fit, activations not counted: at least 2.0 KiB more GPU memory." in text
+
+
+def test_what_is_shared_beside_other_activations_changes_nothing() -> None:
+    """Another step over the same chunks: other bytes, another order of gradients, activations in host memory."""
+    random = Random(24)
+    fates = tuple(ModelBlock(name, Fate.OFFLOAD) for name in "ab")
+    for _ in range(12):
+        case = random_case(random, hardware=HARDWARE[random.choice(list(HARDWARE))])
+        problem = case.problem.with_updates(case.problem.regime.waiting())
+        trained = [i for i, c in enumerate(case.layout.packed) if c.requires_grad]
+        *before, last = case.profile.intervals
+        intervals = (*before, replace(last, arrivals=(*trained, *trained)))  # first ones, and last ones after all these
+        profile = replace(case.profile, intervals=intervals, offloaded_bytes=random.randint(1, 8 * KIB))
+        profile = profile.with_bytes(lambda nbytes: nbytes // 2)
+        other = Candidate(case.layout, profile, fates)
+        first = Space(Candidate(case.layout, case.profile), problem)
+        alone, beside = Space(other, problem), Space(other, problem, first)
+        numbers = range(len(case.layout.packed) + 1)
+        for resident, kept in product(numbers, repeat=2):
+            choice = Choice(resident=resident, kept=kept, depth=2)
+            first.look(choice)
+            assert beside.look(choice) == alone.look(choice)
+            placer = beside.placer
+            found = placer.at(sites_of(beside.look(choice).chunks))
+            assert found.use == memory_use(found.chunks, 0, placer.scheme)
+            assert found.gpu_bytes(0) == beside_rcache_bytes(found.chunks, placer.course, placer.scheme, found.use)
+            assert found.smallest == placer.needs.smallest(found.managed)[0]
 
 
 def test_smaller_chunks_are_advised_where_they_help() -> None:
