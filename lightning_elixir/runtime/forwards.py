@@ -56,7 +56,7 @@ from lightning_elixir.runtime.active_plan import is_watching
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.context_tensors import ContextTensors, modules_to_look_through
-from lightning_elixir.runtime.hooks import Hooks, SavedTensors, ThreadHooks, innermost_pack, top_hooks
+from lightning_elixir.runtime.hooks import Hooks, SavedTensors, ThreadHooks, innermost_pack, output_hook, top_hooks
 from lightning_elixir.runtime.phases import Phase
 from lightning_elixir.runtime.released import tensors_in
 from lightning_elixir.runtime.spans import Packing, Span
@@ -157,6 +157,7 @@ class Forwards:
         self._covered_ids: set[int] = set()
         self._entered_ids: set[int] = set()
         self._light: list[nn.Module] = []  # met in the first way only
+        self._reached = output_hook(engine.backwards)
 
     # Regions
 
@@ -322,7 +323,7 @@ class Forwards:
         if torch.is_grad_enabled():
             for tensor in tensors_in((output,)):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(self._engine.backwards.note_outermost)
+                    tensor.register_hook(self._reached)
 
     # Modules
 

@@ -16,9 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_elixir.core.module_hooks import OwnHook
 from lightning_elixir.core.shells import ShellParameter, is_shell, opened
 from lightning_elixir.core.signals import deferring
+from lightning_elixir.errors import StateError
 from lightning_elixir.patterns.cuts import cuts_of
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.unreadable import GONE
 
 
 class ForwardEvents(Protocol):
@@ -39,6 +41,8 @@ class BackwardEvents(Protocol):
 
     take: Callable[[int, int, nn.Parameter], object]
     """Gets the chunk, the member index and the parameter at which autograd has put a gradient down."""
+
+    def note_outermost(self, grad: Tensor) -> None: ...
 
     def tell_of(self, error: BaseException) -> None: ...
 
@@ -248,8 +252,23 @@ class Hooks:
         self._handles.clear()
 
 
+# Weak in what follows: torch keeps such hooks, at parameters and in graphs, where the garbage collector cannot look. A
+# cycle through them would stay for ever, as with a module that keeps a list of losses.
+
+
+def output_hook(backwards: BackwardEvents) -> Callable[[Tensor], None]:
+    """For outputs of the model: tells that a bare `loss.backward()` has reached one."""
+    reference = weakref.ref(backwards)
+
+    def reached(grad: Tensor) -> None:
+        owner = reference()
+        if owner is not None:
+            owner.note_outermost(grad)
+
+    return reached
+
+
 def _grad_hook(backwards: BackwardEvents, chunk: Chunk, index: int) -> Callable[[Tensor], None]:
-    # Weak: torch keeps such a hook where the garbage collector cannot look, and a cycle through it would stay for ever.
     reference, chunk_id = weakref.ref(backwards), chunk.id
 
     def collect(parameter: nn.Parameter) -> None:
@@ -306,8 +325,8 @@ class SavedTensors:
 
     Args:
         chunks: By storage key.
-        need: Called with a chunk, a function and a packed tensor: gives what the function makes of that when the
-            chunk's elements are there.
+        need: Bound method, whose object is not kept alive, called with a chunk, a function and a packed tensor: gives
+            what the function makes of that when the chunk's elements are there.
     """
 
     def __init__(
@@ -316,7 +335,7 @@ class SavedTensors:
         need: Callable[[Chunk, Callable[[PackedTensor], Tensor], PackedTensor], Tensor],
     ) -> None:
         self._chunks = chunks
-        self._need = need
+        self._need_of = weakref.WeakMethod(need)
         # What was unpacked last, where the trace has more of the same chunk next: the thread, and what counts these.
         self._at_hand: Chunk | None = None
         self._at_hand_in = 0
@@ -395,7 +414,13 @@ class SavedTensors:
     def unpacked(self, packed: PackedTensor | PackedShell) -> Tensor:
         if isinstance(packed, PackedShell):
             return packed.tensor(self.unpacked)
-        return self._need(packed.chunk, _made, packed)
+        return self._need(packed)
+
+    def _need(self, packed: PackedTensor) -> Tensor:
+        need = self._need_of()
+        if need is None:
+            raise StateError(f"backward needs {packed.chunk.spec.members[packed.member].fqn} {GONE}")
+        return need(packed.chunk, _made, packed)
 
     def _pack(self, tensor: Tensor) -> Any:
         packed: Any = None
@@ -441,7 +466,7 @@ class SavedTensors:
             if is_at_hand and rcache is not None and rcache.repeats:
                 rcache.repeats -= 1
                 return _made(packed)
-            tensor = self._need(packed.chunk, _made, packed)
+            tensor = self._need(packed)
         elif kind is PackedShell:
             tensor = self.unpacked(packed)
         return tensor

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.aliases import Aliases
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.lost_writes import LostWrites
-from lightning_elixir.runtime.unreadable import metadata_only
+from lightning_elixir.runtime.unreadable import GONE, metadata_only
 from lightning_elixir.runtime.whole import whole_value
 from lightning_elixir.runtime.written import BITS, WrittenMasters, has_bits_of
 from lightning_elixir.storage.shards import Shard
@@ -54,6 +55,33 @@ class _StateDict(threading.local):
     """`Interception._num_changes` when it began."""
 
 
+class _WhileThere:
+    """Passes on to an interception, which it does not keep alive: parameters' classes have this. Graphs keep parameters
+    where the garbage collector cannot look, and modules keep graphs, as in a list of losses.
+
+    Args:
+        interception: Of the engine.
+    """
+
+    def __init__(self, interception: Interception) -> None:
+        self._reference = weakref.ref(interception)
+
+    def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        interception = self._reference()
+        if interception is not None:
+            return interception.intercept(func, args, kwargs)
+        if func in released.metadata_functions():
+            with torch._C.DisableTorchFunctionSubclass(), metadata_only():
+                return func(*args, **kwargs)
+        raise StateError(f"a parameter was used {GONE}")
+
+    def plain_copy(self, parameter: nn.Parameter) -> nn.Parameter:
+        interception = self._reference()
+        if interception is None:
+            raise StateError(f"a parameter was copied {GONE}")
+        return interception.plain_copy(parameter)
+
+
 class Interception:
     """Classes of the managed parameters, and the handler of intercepted calls.
 
@@ -73,6 +101,7 @@ class Interception:
         self._num_changes = 0  # of values, as far as a state_dict() must not go on over them
         self.written = WrittenMasters()
         self._aliases = Aliases()
+        interceptor = _WhileThere(self)
         made: dict[type, type[nn.Parameter]] = {}
         self._classes: list[list[tuple[nn.Parameter, type, type]]] = []  # per chunk: parameter, plain, intercepting
         self._parameters = [p for chunk in chunks for p in chunk.parameters]
@@ -84,7 +113,7 @@ class Interception:
             for parameter in chunk.parameters:
                 base = type(parameter)
                 if base not in made:
-                    made[base] = released.make_intercepting_class(base, self)
+                    made[base] = released.make_intercepting_class(base, interceptor)
                 rows.append((parameter, base, made[base]))
             self._classes.append(rows)
             self.plain_chunks.add(chunk.id)

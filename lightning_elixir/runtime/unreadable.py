@@ -31,6 +31,9 @@ _KEYS_AND_PYTHON = _KEYS.add(torch._C.DispatchKey.Python)  # under inference_mod
 _SET_DATA = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
+GONE = "after its engine had gone: keep the model, or the ElixirModule, or a copy"
+
+
 class _StandIn(Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -52,7 +55,7 @@ class _Home:
     def brought(self) -> AbstractContextManager[None]:
         chunk, bring = self._chunk(), self._bring()
         if chunk is None or bring is None:
-            raise StateError(f"{self.name} was read after its engine had gone: keep the ElixirModule, or a copy")
+            raise StateError(f"{self.name} was read {GONE}")
         found: AbstractContextManager[None] = bring(chunk)
         return found
 

@@ -170,6 +170,50 @@ def test_memory_goes_with_trainer_and_model(has_failed: bool) -> None:
     assert [r() for r in references] == [None] * len(references)
 
 
+class KeepingNet(Net):
+    """Keeps a graph of its last step, as a list of losses does, where the garbage collector cannot look.
+
+    Args:
+        what: "loss": through which backward has run; "hidden": a part of that; "output": of a forward of its own.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        hidden = self.layers[0](batch[0])
+        loss = torch.nn.functional.cross_entropy(self.layers[1:](hidden), batch[1])
+        self.kept = {"loss": loss, "hidden": hidden, "output": self(batch[0]) if self.what == "output" else None}[
+            self.what
+        ]
+        self.losses.append(loss.detach())
+        return loss
+
+
+@pytest.mark.parametrize("what", ["loss", "hidden", "output"])
+def test_memory_goes_with_a_model_that_keeps_graphs(what: str) -> None:
+    strategy = ElixirStrategy(**TIGHT)
+    trainer, model, _ = fit(strategy, lambda: KeepingNet(what))
+    assert strategy.stats().evictions > 0
+    references = _engine_and_flats(strategy)
+    graph, weight = model.kept, model.layers[4].weight  # type: ignore[attr-defined]
+    del strategy, trainer, model
+    gc.collect()
+    assert references[0]() is None
+    # Both are of no use now, and say so.
+    assert weight.shape == (4, 32)
+    with pytest.raises(StateError, match="after its engine had gone"):
+        weight.sum()
+    with pytest.raises(StateError, match="copied after its engine had gone"):
+        copy.deepcopy(weight)
+    if what == "output":
+        with pytest.raises(StateError, match="backward needs layers.*after its engine had gone"):
+            graph.sum().backward()
+    del graph, weight
+    assert [r() for r in references] == [None] * len(references)
+
+
 def test_states_of_an_earlier_fit_go_when_the_next_begins() -> None:
     strategy = ElixirStrategy(**TIGHT)
     trainer, model, _ = fit(strategy, lambda: Net(optimizer="hybrid"))
