@@ -97,12 +97,11 @@ def _regions_below(module: nn.Module, seen: set[int]) -> Iterator[CompiledRegion
 
 
 def _region_of(module: nn.Module) -> CompiledRegion | None:
+    is_call = compiled_call_of(module) is not None
+    if not is_call and _compiled_forward_of(module) is None:
+        return None  # nearly all, so nothing is looked for below them
     below = tuple(m for m in module.modules() if m is not module)
-    if compiled_call_of(module) is not None:
-        return CompiledRegion(module, (module, *below), is_call=True)
-    if _compiled_forward_of(module) is not None:
-        return CompiledRegion(module, below, is_call=False)
-    return None
+    return CompiledRegion(module, (module, *below) if is_call else below, is_call=is_call)
 
 
 def _compiled_forward_of(module: nn.Module) -> Any:
