@@ -237,12 +237,24 @@ def _without_caches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         return args, kwargs
     layers = (vars(part).get("layer_idx") for part in module.modules())
     layer = next((index for index in layers if index is not None), 0)
-    if not all(_is_cache(cache) and cache.get_seq_length(layer) == 0 for cache in caches):
+    if not all(_is_cache(cache) and _holds_nothing(cache, layer) for cache in caches):
         return None
     changes: dict[str, Any] = dict.fromkeys(found)
     if kwargs.get("use_cache"):
         changes["use_cache"] = False
     return tuple(None if _is_cache(value) else value for value in args), kwargs | changes
+
+
+def _holds_nothing(cache: Any, layer: int) -> bool:
+    """Of a block with that number. Caches of hybrid models have a part for each layer, and no length where that keeps a
+    state (linear attention, Mamba, convolutions) or nothing (experts)."""
+    parts = getattr(cache, "layers", None)
+    if not isinstance(parts, list) or layer >= len(parts):
+        return bool(cache.get_seq_length(layer) == 0)
+    states = getattr(parts[layer], "has_previous_state", False)
+    if any(states.values()) if isinstance(states, dict) else states:
+        return False
+    return not _is_cache(parts[layer]) or bool(parts[layer].get_seq_length() == 0)
 
 
 def _is_cache(value: Any) -> bool:

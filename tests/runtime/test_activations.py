@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -646,6 +648,24 @@ class _Cache:
         return len(self.keys)
 
 
+class _State:
+    """Of a layer that keeps no keys, in the cache of a hybrid model (linear attention, Mamba)."""
+
+    def __init__(self, is_filled: bool) -> None:
+        self.has_previous_state = {0: is_filled}
+
+
+class _StateCache(_Cache):
+    """Refuses to tell a length, as transformers' caches do for such layers."""
+
+    def __init__(self, is_filled: bool = False) -> None:
+        super().__init__()
+        self.layers = [_State(is_filled)]
+
+    def get_seq_length(self, layer: int) -> int:
+        raise ValueError(f"layer {layer} does not track sequence length")
+
+
 class _Caching(Block):
     """Goes by all that its cache has, once it has added to it."""
 
@@ -659,28 +679,38 @@ class _Caching(Block):
 class _CachingStack(Stack):
     """Gives each block a cache: by its position, as transformers 4 does it in GPT-2, or by its name."""
 
-    def __init__(self, by_name: bool) -> None:
+    def __init__(self, by_name: bool, new_cache: Callable[[], _Cache] = _Cache) -> None:
         super().__init__(_Caching, depth=3)
         self.by_name = by_name
+        self.new_cache = new_cache
         self.caches: list[_Cache] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        x, self.caches = self.inp(x), [_Cache() for _ in self.blocks]
+        x, self.caches = self.inp(x), [self.new_cache() for _ in self.blocks]
         for block, cache in zip(self.blocks, self.caches, strict=True):
             x = block(x, past_key_values=cache) if self.by_name else block(x, cache)
         return self.out(x)
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_caches_are_kept_out_of_blocks(by_name: bool) -> None:
+@pytest.mark.parametrize(("by_name", "new_cache"), [(False, _Cache), (True, _Cache), (True, _StateCache)])
+def test_caches_are_kept_out_of_blocks(by_name: bool, new_cache: Callable[[], _Cache]) -> None:
     seed_torch(0)
-    model = _CachingStack(by_name)
+    model = _CachingStack(by_name, new_cache)
     pair = Pair(model, planned(model, "recompute"))
     for seed in range(2):
         pair.step(seed)
     pair.check()
     assert [cache.keys for cache in model.caches] == [[], [], []]
     assert [len(cache.keys) for cache in pair.plain.caches] == [1, 1, 1]
+
+
+def test_blocks_with_a_state_in_their_cache_run_as_they_are() -> None:
+    seed_torch(0)
+    model = _CachingStack(True, partial(_StateCache, is_filled=True))
+    pair = Pair(model, planned(model, "recompute"))
+    pair.step(0)
+    assert [len(cache.keys) for cache in model.caches] == [1, 1, 1]
+    assert pair.module.stats().recomputed_blocks == 0
 
 
 def test_transformers_own_checkpointing_is_off_where_a_plan_speaks() -> None:
