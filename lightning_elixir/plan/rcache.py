@@ -78,7 +78,7 @@ class RCache:
         # Before this position this budget has no room to prefetch, unless something comes, goes or is dropped.
         self._full_until = 0
         self._full_budget = 0
-        self._stops: Sequence[int] = ()  # positions at which `serve` serves nothing, ascending
+        self._stops: Sequence[int] = ()  # positions, few, at which `serve` serves nothing, ascending
         self.repeats = 0
         """How many more accesses of just the one chunk that `grant` was called for need no call. For each that comes,
         one is taken off here, and it counts as `serve` would have counted it. 0 once anything else is called."""
@@ -207,7 +207,7 @@ class RCache:
                 has_others = True
         if policy is not None:
             accesses = policy.accesses
-            if position >= len(accesses) or ids != accesses[position] or (self._stops and self.is_at_stop()):
+            if position >= len(accesses) or ids != accesses[position] or position in self._stops:
                 return False
             position += 1
             is_settled = not self.prefetch_depth or position < self._settled_until or not self._lacks_ahead(position)
@@ -267,8 +267,7 @@ class RCache:
     def is_at_stop(self) -> bool:
         """Whether the next access is one of those."""
         self._catch_up()
-        at = bisect_left(self._stops, self._position)
-        return at < len(self._stops) and self._stops[at] == self._position
+        return self._position in self._stops
 
     def drop(self, ids: Iterable[int]) -> None:
         """Undo the pins of one `acquire`. The chunks stay resident and become evictable."""

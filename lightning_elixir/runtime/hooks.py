@@ -380,7 +380,7 @@ class SavedTensors:
         return pack is None or getattr(pack, "__self__", None) is self
 
     def _is_covered_by(self, pack: Callable[[Tensor], Any]) -> bool:
-        return self._is_own(pack) or getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+        return getattr(pack, "__module__", "") == "torch.utils.checkpoint" or self._is_own(pack)
 
     def packed(self, tensor: Tensor) -> PackedTensor | PackedShell | None:
         """The handle of a tensor in managed storage, or of a shell around one; None for any other."""
@@ -431,7 +431,7 @@ class SavedTensors:
                     node = tensor.grad_fn
                     if node is None:
                         return _new(_Kept, (tensor, tensor._version, None))
-                    return _new(_Kept, (tensor.detach(), tensor._version, node.name()))
+                    return _new(_Kept, (tensor.detach(), tensor._version, type(node)))
             except (NotImplementedError, RuntimeError):  # without storage or, in inference mode, a version
                 chunk = None
             if chunk is not None:
@@ -450,7 +450,7 @@ class SavedTensors:
         if node is None:
             return _new(_Kept, (tensor, tensor._version, None))
         # An output that is kept as it is keeps the node that keeps it: a graph without a backward would never go.
-        return _new(_Kept, (tensor.detach(), tensor._version, node.name()))
+        return _new(_Kept, (tensor.detach(), tensor._version, type(node)))
 
     def unpack(self, packed: Any) -> Tensor:
         """What was packed here, or by `packed` and `kept`."""
@@ -525,8 +525,8 @@ class _Kept(NamedTuple):
     tensor: Tensor
     version: int
     """Autograd's count of in-place writes to it, when it was saved."""
-    node: str | None
-    """The operator that it is an output of; None for a leaf."""
+    node: type | None
+    """Of the operator that it is an output of, by whose name it is called; None for a leaf."""
 
 
 def _version_of(tensor: Tensor) -> int:
@@ -554,7 +554,7 @@ def _made(packed: PackedTensor) -> Tensor:
 
 
 def _overwritten(kept: _Kept) -> str:
-    tensor, origin = kept.tensor, "a leaf" if kept.node is None else f"an output of {kept.node}"
+    tensor, origin = kept.tensor, "a leaf" if kept.node is None else f"an output of {kept.node.__name__}"
     return (
         f"a tensor needed for the gradients has been modified by an inplace operation: {tensor.dtype}, shape "
         f"{tuple(tensor.shape)}, {origin}, is at version {tensor._version}; backward needs it at version "
