@@ -13,10 +13,14 @@ Once the trace is known, of modules that were only ever met covered the begin al
 still so (it is not when such a module is called by itself, or under the user's own hooks for saved tensors), and to
 take the module back among the others if not.
 What activation checkpointing recomputes in backward is covered too, by one frame above all modules.
-What tells of it stands in the place of the module's call: with any hook, torch takes a long way around the forward.
-(Code that the compiler makes goes past such a call. So where there is any, and the module above may have to take
-another chunk, it is a hook.) A hook costs some microseconds a call, an access some tens, and a GPT of 24 layers has 200
-modules with parameters.
+What tells of a module stands in the place of its call then: with any hook, torch takes a long way around the forward.
+(Code that the compiler makes goes past such a call. So where there is any, modules that bring chunks, and those at
+whose begin one above may have to take another, have hooks.) And as long as a frame holds what modules below it need,
+these run as they are (`_hush`), since nothing is to be done at their begin. What that does not show are hooks for saved
+tensors that the user has new inside of a layer. They get parameters as plain PyTorch has them, for one step: its
+accesses are not those of the trace, so the next one tells of all; and where a layer's chunk cannot go because of them,
+all that comes behind the layer is told of at once.
+A hook costs some microseconds a call, an access some tens, and a GPT of 24 layers has 200 modules with parameters.
 
 [Note: compiled regions] Where a module is compiled (`core/compiled_modules.py`), it is one access: all that it and the
 modules below it need comes before the compiled code begins, and stays until it ends, so that the code finds plain
@@ -49,14 +53,24 @@ from lightning_elixir.core.compiled_modules import (
     num_compiled_graphs,
 )
 from lightning_elixir.core.device import beside_dispatch_modes, records_graphs
-from lightning_elixir.core.signals import deferred
+from lightning_elixir.core.signals import deferred, deferring
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.apply import check_compiled, uncompiled_modules
 from lightning_elixir.runtime.active_plan import is_watching
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.context_tensors import ContextTensors, modules_to_look_through
-from lightning_elixir.runtime.hooks import Hooks, SavedTensors, ThreadHooks, innermost_pack, output_hook, top_hooks
+from lightning_elixir.runtime.hooks import (
+    Begin,
+    Hooks,
+    SavedTensors,
+    ThreadHooks,
+    innermost_pack,
+    output_hook,
+    put_back,
+    set_aside,
+    top_hooks,
+)
 from lightning_elixir.runtime.phases import Phase
 from lightning_elixir.runtime.released import tensors_in
 from lightning_elixir.runtime.spans import Packing, Span
@@ -84,7 +98,8 @@ def _frames_of_python() -> Iterator[FrameType]:
 
 def _is_of_hooks(frame: FrameType) -> bool:
     """Whether it is what tells the engine of a forward, and may have ended before the forward does."""
-    return str(frame.f_globals.get("__name__", "")).startswith(("lightning_elixir.runtime.", "torch._dynamo."))
+    rooms = ("lightning_elixir.runtime.", "lightning_elixir.core.signals", "torch._dynamo.")
+    return str(frame.f_globals.get("__name__", "")).startswith(rooms)
 
 
 class _Access(NamedTuple):
@@ -116,6 +131,8 @@ class _Frame:
     """What packs the tensors that autograd saves inside; False where it saved none when the forward began."""
     thread: int = 0
     """In which it runs, and which so has the engine."""
+    quiet: Sequence[Begin] = ()
+    """Of modules that are not told of while it holds what it holds."""
 
 
 class Forwards:
@@ -158,6 +175,13 @@ class Forwards:
         self._entered_ids: set[int] = set()
         self._light: list[nn.Module] = []  # met in the first way only
         self._reached = output_hook(engine.backwards)
+        self._told_ids: set[int] = set()  # met below others, under hooks of the user's that are inside of ours
+        self._begins: dict[int, Begin] = {}  # of modules (by id) that are not told of where nothing is to be done
+        # Of those that need what a module (by id) above them holds, which are these chunks.
+        self._quiet: dict[tuple[int, tuple[int, ...]], list[Begin]] = {}
+        self._may_hush = True
+        # As they are called for each module that holds a chunk: whole, whatever signals come.
+        self._enter, self._exit = deferring(self._enter_module), deferring(self._exit_module)
 
     # Regions
 
@@ -239,6 +263,7 @@ class Forwards:
         self._has_own_statistics = engine.comm.world_size > 1 and bool(self._statistics) and torch.is_grad_enabled()
         engine.iterations.begin(is_training=torch.is_grad_enabled())
         self._phases.enter(Phase.FORWARD, self.its_turn())
+        self._may_hush = True
         self._begun_in = next((frame for frame in _frames_of_python() if not _is_of_hooks(frame)), None)
         try:
             engine.activations.begin_forward()
@@ -340,15 +365,17 @@ class Forwards:
         if self._frames or self._begins_recomputation():
             above = self._frames[-1]
             needed = above.access.covered.get(id(module))
-            if needed is not None and self._saves_through_us(above):
-                if above.module is not module:
-                    self._covered_ids.add(id(module))
-                    if above.module is self._recomputed and needed != above.ids:
-                        self._turning.add(id(module))
-                self._meet_covered(above, module, needed)
-                return
-        with deferred():
-            self._enter_module(module)
+            if needed is not None:
+                if self._saves_through_us(above):
+                    if above.module is not module:
+                        self._covered_ids.add(id(module))
+                        if above.module is self._recomputed and needed != above.ids:
+                            self._turning.add(id(module))
+                    self._meet_covered(above, module, needed)
+                    return
+                self._told_ids.add(id(module))
+                self._tell_of(module)
+        self._enter(module)
 
     def _enter_module(self, module: nn.Module) -> None:
         if not self._is_inside():
@@ -410,10 +437,35 @@ class Forwards:
         """Have a frame hold these chunks, in the place of those that it holds."""
         if frame.ids:
             held, frame.ids = frame.ids, ()
+            self._listen(frame)
             self._engine.drop(held)
         if ids:
             self._engine.acquire(ids, pin=True)
             frame.ids = ids
+            is_foreseen = not self._engine.iterations.traces.is_recording
+            if self._begins and self._may_hush and is_foreseen and not self._turn.was_contended:
+                self._hush(frame)
+
+    def _hush(self, frame: _Frame) -> None:
+        """At the begin of modules below that need what a frame holds nothing is to be done: they run as they are."""
+        key = id(frame.module), frame.ids
+        quiet = self._quiet.get(key)
+        if quiet is None:
+            covered, ids = frame.access.covered, frame.ids
+            quiet = self._quiet[key] = [begin for key, begin in self._begins.items() if covered.get(key) == ids]
+        frame.quiet = quiet
+        set_aside(quiet)
+
+    def _tell_of(self, module: nn.Module) -> None:
+        """Have a module told of wherever it runs."""
+        if self._begins.pop(id(module), None) is not None:
+            self._quiet.clear()
+
+    @staticmethod
+    def _listen(frame: _Frame) -> None:
+        """They tell of their begin again."""
+        put_back(frame.quiet)
+        frame.quiet = ()
 
     def enter_covered(self, module: nn.Module, inputs: Any = None) -> None:
         """A module's forward that so far ran below others only. Where it does not (it is called by itself, or under the
@@ -431,31 +483,36 @@ class Forwards:
         if id(module) not in self._entered_ids:
             self._entered_ids.add(id(module))
             self._hooks.watch_exit(module)  # in time for this very call
+            self._tell_of(module)
         self.enter_module(module)
 
     def exit_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A module's forward is over."""
-        if self._phases.is_interrupted and self._turn.is_mine() and any(f.module is module for f in self._frames):
+        frames = self._frames
+        if frames and frames[-1].module is not module and self._phases.is_interrupted and self._turn.is_mine():
             with deferred():
                 self._leave_unended(module)
-        if not self._frames or self._frames[-1].module is not module or not self._turn.is_mine():
+        if not frames or frames[-1].module is not module or not self._turn.is_mine():
             return  # a module above covers it, or the region was aborted, or it has been refused
-        frame = self._frames[-1]
+        frame = frames[-1]
         if frame.depth:
             frame.depth -= 1
-            return
-        with deferred():
-            if id(module) in self._looked_through and self._engine.active.cost:
-                self._context_tensors.take_out(inputs, output)
-            self._exit_module(frame, output)
+        else:
+            self._exit(frame, inputs, output)
 
     def _leave_unended(self, module: nn.Module) -> None:
         """Leave the forwards inside a module's that a signal has ended: torch calls no hook of theirs."""
-        while self._frames[-1].module is not module:
+        is_inside = any(frame.module is module for frame in self._frames)
+        while is_inside and self._frames[-1].module is not module:
             self._hold(self._frames[-1], ())
             self._leave_frame()
 
-    def _exit_module(self, frame: _Frame, output: Any) -> None:
+    def _exit_module(self, frame: _Frame, inputs: Any, output: Any) -> None:
+        if id(frame.module) in self._looked_through and self._engine.active.cost:
+            self._context_tensors.take_out(inputs, output)
+        for chunk_id in frame.ids if frame.quiet else ():
+            if self._engine.chunks[chunk_id].is_aliased():
+                self._may_hush = False  # hooks of the user's that are new may keep what modules save
         self._leave_frame()
         if frame.ids:
             if id(frame.module) in self._compiled and self._engine.backwards.is_guarded:
@@ -476,6 +533,7 @@ class Forwards:
     def _leave_frame(self) -> _Frame:
         """The module whose forward began last saves through others again; what it holds stays."""
         frame = self._frames.pop()
+        self._listen(frame)
         if frame.hooks is not None:
             frame.hooks.__exit__()
         return frame
@@ -563,16 +621,22 @@ class Forwards:
         self._light = []
         self._covered_ids.clear()
         self._entered_ids.clear()
+        self._told_ids.clear()
         self._watch()
 
     def _watch(self) -> None:
         self._watched += [m for m in self._light if id(m) in self._entered_ids]  # they have turned out otherwise
         self._light = [m for m in self._light if id(m) not in self._entered_ids]
+        # Compiled code goes past what stands in the place of a call, and the compiler's guards would find it set aside.
+        # Until there is a trace, code may be compiled yet.
+        is_by_hooks = bool(num_compiled_graphs()) or "train" not in self._engine.traces
         if self._engine.active.is_watching:
-            turning = [m for m in self._light if id(m) in self._turning] if num_compiled_graphs() else ()
-            self._hooks.watch_forwards(self._watched, self._light, turning)
+            turning = [m for m in self._light if id(m) in self._turning]
+            self._hooks.watch_forwards(self._watched, self._light, [*self._watched, *turning] if is_by_hooks else ())
         else:
-            self._hooks.watch_forwards(self._entrances())
+            self._hooks.watch_forwards(entrances := self._entrances(), hooked=entrances)
+        begins = {} if is_by_hooks else self._hooks.begins()
+        self._begins, self._quiet = {key: begin for key, begin in begins.items() if key not in self._told_ids}, {}
         self._state = CompiledState(self._engine.module)  # with what stands around it
 
     def leave_covered(self) -> None:

@@ -148,6 +148,24 @@ class _OwnCall:
             attributes[_CALL] = self.compiled
 
 
+Begin = tuple[dict[str, Any], _OwnCall]
+"""A module's attributes, and what stands among them in the place of its call to tell of it, and does no more."""
+
+
+def set_aside(begins: Iterable[Begin]) -> None:
+    """Have these modules run as they are, until `put_back`."""
+    for attributes, call in begins:
+        if attributes[_CALL] is call:  # else it was compiled since
+            attributes[_CALL] = None
+
+
+def put_back(begins: Iterable[Begin]) -> None:
+    """Have these modules tell of their forwards again."""
+    for attributes, call in begins:
+        if attributes[_CALL] is None:
+            attributes[_CALL] = call
+
+
 class Hooks:
     """Handles of everything registered; `remove` takes all of it away.
 
@@ -200,16 +218,16 @@ class Hooks:
         self._around = list(around)
 
     def watch_forwards(
-        self, modules: Collection[nn.Module], covered: Collection[nn.Module] = (), turning: Collection[nn.Module] = ()
+        self, modules: Collection[nn.Module], covered: Collection[nn.Module] = (), hooked: Collection[nn.Module] = ()
     ) -> None:
         """Report the forwards of these modules, and of no others, from now on.
 
         Args:
             covered: Others, whose begin alone is reported, as `enter_covered`.
-            turning: Those of them whose begin is told of in compiled code as well, which runs hooks, but not what
-                stands in the place of a call.
+            hooked: Those of both that are told of in compiled code as well, which runs hooks, but not what stands in
+                the place of a call.
         """
-        hooked = {id(m) for m in turning}
+        by_hooks = {id(m) for m in hooked}
         for handle in self._forward_handles:
             handle.remove()
         for call in self._calls.values():
@@ -220,18 +238,26 @@ class Hooks:
         pre = _ModuleHook(self._forwards.enter_module, self._watched_ids)
         light = _ModuleHook(self._forwards.enter_covered, self._watched_ids)
         for module in modules:
-            if module._compiled_call_impl is not None:
+            if module._compiled_call_impl is not None or id(module) not in by_hooks:
                 self._call_of(module).forwards = self._forwards
                 continue
             self._forward_handles.append(module.register_forward_pre_hook(pre, prepend=True))
             self.watch_exit(module)
         for module in covered:
-            if id(module) in hooked:
+            if id(module) in by_hooks:
                 self._forward_handles.append(module.register_forward_pre_hook(light, prepend=True))
             else:
                 self._call_of(module).before = self._forwards.enter_covered
         for module, around in self._around:
             self._call_of(module).around = around
+
+    def begins(self) -> dict[int, Begin]:
+        """Of modules, by id, that are told of by what stands in the place of their call, which does no more."""
+        return {
+            key: (vars(call._module), call)
+            for key, call in self._calls.items()
+            if call.around is None and call.compiled is None
+        }
 
     def _call_of(self, module: nn.Module) -> _OwnCall:
         call = self._calls.get(id(module))

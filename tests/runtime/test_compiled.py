@@ -715,3 +715,32 @@ def test_what_is_compiled() -> None:
     net.blocks[1] = nested
     nested._orig_mod.up.compile()
     assert [region.entrance for region in compiled_regions(net)] == list(net.blocks)[1:]
+
+
+class Run(Net):
+    """Calls its blocks through a function."""
+
+    run: Callable[[Any, Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x) if self.run is None else self.run(block, x)
+        return self.out(x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("checkpointing", ["no", "inside"])
+def test_a_function_that_is_compiled_for_the_first_time_after_some_steps(checkpointing: str) -> None:
+    """It goes past what stands in the place of calls, which from the next step on are hooks."""
+    runs = Plain(Run(checkpointing)), Ours(Run(checkpointing))
+    block = runs[1].model.blocks[1]
+    for is_compiled in (False, True):
+        if is_compiled:
+            assert block._compiled_call_impl is not None
+            for run in runs:
+                run.model.run = torch.compile(lambda block, x: block(x), backend="eager")
+        expected, actual = (plain_steps(run, 3) for run in runs)
+        assert_equal(actual, expected)
+    assert block._compiled_call_impl is None
+    assert runs[1].module.stats().overflows == 0

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.types import ChunkSpec, Tier
 from lightning_elixir.runtime.context_tensors import ContextTensors
+from lightning_elixir.runtime.forwards import Forwards
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.plans import make_plan
 
@@ -114,7 +117,15 @@ class Training:
     def hooks_of(self, name: str) -> tuple[int, int]:
         """How often a forward's begin is told of, and its end."""
         module = self.net.get_submodule(name)
-        return len(module._forward_pre_hooks) + (module._compiled_call_impl is not None), len(module._forward_hooks)
+        call: Any = module._compiled_call_impl
+        begins = len(module._forward_pre_hooks) + (call is not None)
+        return begins, len(module._forward_hooks) + (call is not None and call.forwards is not None)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """Other tests of this process may have compiled code, beside which modules keep hooks."""
+    counters.clear()
 
 
 @pytest.fixture
@@ -139,6 +150,109 @@ def test_training_goes_on(is_checkpointed: bool) -> None:
     for _ in range(4):
         training.step()
     assert training.hooks_of("blocks.3.up") == (1, 0)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Modules whose begin was told of."""
+    modules: list[nn.Module] = []
+    for name in ("enter_module", "enter_covered"):
+        enter = getattr(Forwards, name)
+
+        def seen(self: Forwards, module: nn.Module, inputs: Any = None, enter: Any = enter) -> None:
+            modules.append(module)
+            enter(self, module, inputs)
+
+        monkeypatch.setattr(Forwards, name, seen)
+    return modules
+
+
+def of_steps(training: Training, told: list[nn.Module], num_steps: int = 1) -> list[str]:
+    told.clear()
+    for _ in range(num_steps):
+        training.step()
+    names = {module: name for name, module in training.net.named_modules()}
+    return [names[module] for module in told if module is not training.net]
+
+
+def test_what_needs_what_is_held_above_runs_as_it_is(told: list[nn.Module]) -> None:
+    training = Training()
+    training.step()
+    blocks = [f"blocks.{i}" for i in range(6)]
+    assert of_steps(training, told) == blocks
+    training.module.engine.sample_activations(True)
+    assert len(of_steps(training, told)) == 18  # what is recorded is told of as a whole
+    training.module.engine.sample_activations(False)
+    training.step()
+    assert of_steps(training, told) == blocks
+    training.module.engine.turn.was_contended = True  # another thread was seen, which may call any of them at any time
+    assert len(of_steps(training, told)) == 18
+
+
+def test_what_is_recomputed_is_told_of_where_it_needs_another_chunk(told: list[nn.Module]) -> None:
+    training = Training(with_checkpoints)
+    training.step()
+    blocks = [f"blocks.{i}" for i in range(6)]
+    assert of_steps(training, told) == blocks + blocks[::-1]
+    training = Training(with_checkpoints, num_parameters=8)  # a chunk is two blocks
+    training.step()
+    assert of_steps(training, told) == [*blocks, "blocks.5", "blocks.3", "blocks.1"]
+
+
+def test_a_part_of_another_block_inside_a_block() -> None:
+    """Of which it is noticed at once: the chunk that it needs is not the one that is held."""
+
+    class WithAnother(Block):
+        other: Any = None
+
+        def forward(self, x: Tensor, repeat: int | None = None) -> Tensor:
+            y = super().forward(x)
+            return y if self.other is None else y + self.other[0](x)
+
+    def change(net: Net) -> None:
+        net.blocks[1] = WithAnother()
+
+    training = Training(change)
+    for _ in range(3):
+        training.step()
+    for net in (training.net, training.plain):
+        net.blocks[1].other = (net.blocks[4].down,)
+    for _ in range(3):
+        training.step()
+        assert training.hooks_of("blocks.4.down") == (1, 1)
+    assert training.module.stats().overflows == 0
+
+
+def test_hooks_of_the_user_inside_all_blocks_that_come_later(training: Training) -> None:
+    """They keep views of weights, and so chunks. The first block's show it, and others' weights are not kept."""
+    for _ in range(3):
+        training.step()
+    for net in (training.net, training.plain):
+        for block in net.blocks:
+            block.context = as_they_are
+    for _ in range(3):
+        training.step()
+        assert training.hooks_of("blocks.5.up") == (1, 1)
+    assert training.hooks_of("blocks.0.up") == (1, 1)
+    assert training.module.stats().overflows == 0
+    assert training.module.stats().peak_blocks == 2
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_what_ran_as_it_is_is_told_of_after_an_error(training: Training, error: type[BaseException]) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    for _ in range(2):
+        training.step()
+    up = training.net.blocks[2].up
+    handle = up.register_forward_hook(fail)
+    with pytest.raises(error):
+        training.module(torch.ones(3, WIDTH))
+    handle.remove()
+    assert training.hooks_of("blocks.2.up") == training.hooks_of("blocks.2.down") == (1, 0)
+    for _ in range(2):
+        training.step()
 
 
 def test_hooks_of_the_user_inside_a_block() -> None:
@@ -618,3 +732,22 @@ def test_ctrl_c_inside_a_part_that_was_called_by_itself(training: Training, way:
     for _ in range(3):
         training.step()
     assert not training.module.engine.forwards._frames
+
+
+def test_a_part_that_catches_ctrl_c_and_goes_on(training: Training) -> None:
+    """The forward that it has begun is as long as its call."""
+    for _ in range(2):
+        training.step()
+    block, running = training.net.blocks[2], []
+
+    def catch(*args: Any) -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        training.net.blocks[4].up.weight.sum()  # intercepted, which looks whether the forward has ended
+        running.extend(frame.module for frame in training.module.engine.forwards._frames)
+
+    handle = block.up.register_forward_hook(catch)
+    block(torch.ones(3, WIDTH))
+    handle.remove()
+    assert running == [block]
+    training.step()
