@@ -16,10 +16,11 @@ as it is.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")  # of transformers, by name; see `_is_cache`
+_SWITCH = "use_cache"  # for caches, also for states in the modules themselves (RecurrentGemma)
 _MOST_COPIED = 1 << 16
 
 
@@ -233,16 +235,29 @@ def _without_caches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """The arguments of a block without caches of keys and values that hold nothing for it; None if one does."""
     found = {name: kwargs[name] for name in _CACHES if kwargs.get(name) is not None}
     caches = [*found.values(), *filter(_is_cache, args)]
-    if not caches and not kwargs.get("use_cache"):
+    forward = type(module).forward
+    switched_on = [i for i, value in enumerate(args) if value is True and _parameter(forward, i) == _SWITCH]
+    if not caches and not switched_on and not kwargs.get(_SWITCH):
         return args, kwargs
     layers = (vars(part).get("layer_idx") for part in module.modules())
     layer = next((index for index in layers if index is not None), 0)
-    if not all(_is_cache(cache) and _holds_nothing(cache, layer) for cache in caches):
+    if not all(_is_cache(one) and _holds_nothing(one, layer) for one in caches):
         return None
     changes: dict[str, Any] = dict.fromkeys(found)
-    if kwargs.get("use_cache"):
-        changes["use_cache"] = False
-    return tuple(None if _is_cache(value) else value for value in args), kwargs | changes
+    if kwargs.get(_SWITCH):
+        changes[_SWITCH] = False
+    given = (None if _is_cache(value) else False if i in switched_on else value for i, value in enumerate(args))
+    return tuple(given), kwargs | changes
+
+
+@cache
+def _parameter(forward: Callable[..., Any], place: int) -> str:
+    """The name of what a module's forward is given at that place; empty: it has none."""
+    try:
+        names = [*inspect.signature(forward).parameters][1:]
+    except (TypeError, ValueError):  # no function of Python's
+        return ""
+    return names[place] if place < len(names) else ""
 
 
 def _holds_nothing(cache: Any, layer: int) -> bool:

@@ -704,6 +704,41 @@ def test_caches_are_kept_out_of_blocks(by_name: bool, new_cache: Callable[[], _C
     assert [len(cache.keys) for cache in pair.plain.caches] == [1, 1, 1]
 
 
+class _Stateful(Block):
+    """Begins with the state of its last call, as transformers' RecurrentGemma does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor, use_cache: bool = False) -> Tensor:  # type: ignore[override]
+        y = super().forward(x if self.state is None else x + self.state)
+        self.state = y.detach() if use_cache else None
+        return y
+
+
+class _StatefulStack(Stack):
+    def __init__(self) -> None:
+        super().__init__(_Stateful, depth=3)
+        self.has_switch_on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x, self.has_switch_on)
+        return self.out(x)
+
+
+def test_switches_of_caches_that_are_given_by_position_are_off() -> None:
+    seed_torch(0)
+    model = _StatefulStack()
+    pair = Pair(model, planned(model, "recompute"))
+    model.has_switch_on = True  # not in the plain model: the numbers are those without
+    for seed in range(2):
+        pair.step(seed)
+    pair.check()
+
+
 def test_blocks_with_a_state_in_their_cache_run_as_they_are() -> None:
     seed_torch(0)
     model = _CachingStack(True, partial(_StateCache, is_filled=True))
