@@ -55,8 +55,8 @@ _RANKS = (
         "ranks",
         "silent",
         "core/comm.py",
-        "total = rows[0].to(torch.promote_types(torch.float32, self._shard.dtype), copy=True)",
-        "total = rows[0].to(self._shard.dtype, copy=True)",
+        "total = first.to(torch.promote_types(torch.float32, mean.dtype), copy=True)",
+        "total = first.to(mean.dtype, copy=True)",
         "From three ranks on, 16-bit gradients are rounded after every addition, and depend on the order of ranks.",
     ),
     Fault(
@@ -328,8 +328,8 @@ _RCACHE = (
         "rcache",
         "work",
         "plan/rcache.py",
-        "self._settled_until, self._full_until, self._after = 0, 0, None\n        del self._resident[chunk_id]\n",
-        "self._full_until, self._after = 0, None\n        del self._resident[chunk_id]\n",
+        "            self._there_until, self._settled_until, self._absent = use, 0, -1\n        del self._resident",
+        "            pass\n        del self._resident",
         "A chunk that leaves after prefetching has settled is not fetched ahead of its next use.",
     ),
     Fault(
@@ -385,8 +385,8 @@ _PLAN = (
         "plan",
         "silent",
         "plan/simulator/rcache_script.py",
-        "is_met = bool(shared) if plan.is_storage_distributed else any(i in outdated for i in shared)",
-        "is_met = bool(shared)",
+        "if is_alone or (bool(shared) if plan.is_storage_distributed else any(i in outdated for i in shared)):",
+        "if is_alone or shared:",
         "With whole shards on every rank, predictions count prefetches that ranks cannot agree on.",
     ),
     Fault(
