@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from lightning_elixir.plan.activations import ActivationMoves, Fate, ModelBlock
-from lightning_elixir.plan.profile import BlockVisit, MemoryProfile, ProfileInterval
+from lightning_elixir.plan.profile import BlockVisit, MemoryProfile, ProfileInterval, altered
 
 _SEEN = 1.4
 """How much longer the host takes to launch operators while it looks at each call (`runtime/kept_attention.py`), seen on
@@ -46,22 +46,14 @@ def with_fates(profile: MemoryProfile, blocks: Sequence[ModelBlock]) -> MemoryPr
             timeline += _recomputation(profile.timeline, visit, begin_bytes, fates[visit.name])
             dropped += _last_drops(profile.timeline, visit)
         timeline.append(
-            ProfileInterval(  # all fields: `replace` takes several times as long
-                interval.fqns,
-                interval.is_pinned,
-                dropped,
-                interval.module,
-                interval.is_backward,
-                max(0, interval.activation_bytes - spared),
-                interval.grad_bytes,
-                max(0, interval.total_bytes - spared),
-                interval.flops,
-                interval.moved_bytes,
-                round(_SEEN * interval.num_ops) if index in changes.seen else interval.num_ops,
-                interval.grads,
-                interval.workspace_bytes,
-                changes.moves.get(index, interval.moves),
-                (*interval.held, *held) if held else interval.held,
+            altered(
+                interval,
+                dropped=dropped,
+                activation_bytes=max(0, interval.activation_bytes - spared),
+                total_bytes=max(0, interval.total_bytes - spared),
+                num_ops=round(_SEEN * interval.num_ops) if index in changes.seen else interval.num_ops,
+                moves=changes.moves.get(index, interval.moves),
+                held=(*interval.held, *held) if held else interval.held,
             )
         )
     return replace(
@@ -179,21 +171,16 @@ def _recomputation(
         done = last if index == last.interval else interval
         activations = max(0, begin_bytes + done.activation_bytes - interval.workspace_bytes - visit.before_bytes)
         begin_bytes -= there.get(index, 0)  # what was counted when recomputation began is not made again
-        yield ProfileInterval(
-            interval.fqns,
-            interval.is_pinned,
-            () if offset == 0 else interval.dropped,
-            interval.module,
-            True,
-            activations,
-            interval.grad_bytes,
-            max(0, interval.total_bytes + activations - done.activation_bytes),
-            done.flops - flops.get(index, 0),
-            done.moved_bytes,
-            round(_SEEN * done.num_ops) if keeps_attention else done.num_ops,
-            (),
-            interval.workspace_bytes,
-            interval.moves,
-            (*interval.held, *held),
+        yield altered(
+            interval,
+            dropped=() if offset == 0 else interval.dropped,
+            is_backward=True,
+            activation_bytes=activations,
+            total_bytes=max(0, interval.total_bytes + activations - done.activation_bytes),
+            flops=done.flops - flops.get(index, 0),
+            moved_bytes=done.moved_bytes,
+            num_ops=round(_SEEN * done.num_ops) if keeps_attention else done.num_ops,
+            grads=(),
+            held=(*interval.held, *held),
         )
         held |= dict.fromkeys(interval.fqns)
