@@ -510,9 +510,8 @@ class Forwards:
     def _exit_module(self, frame: _Frame, inputs: Any, output: Any) -> None:
         if id(frame.module) in self._looked_through and self._engine.active.cost:
             self._context_tensors.take_out(inputs, output)
-        for chunk_id in frame.ids if frame.quiet else ():
-            if self._engine.chunks[chunk_id].is_aliased():
-                self._may_hush = False  # hooks of the user's that are new may keep what modules save
+        if frame.quiet and any(self._engine.chunks[chunk_id].is_aliased() for chunk_id in frame.ids):
+            self._may_hush = False  # hooks of the user's that are new may keep what modules save
         self._leave_frame()
         if frame.ids:
             if id(frame.module) in self._compiled and self._engine.backwards.is_guarded:
