@@ -4,7 +4,8 @@ torchrun sets `OMP_NUM_THREADS=1` where the user has set nothing, so that ranks 
 on the host would take as many times longer as there are cores. That one is not taken for a user's wish: every rank
 takes its part of the machine instead. `LIGHTNING_ELIXIR_NUM_THREADS` is a user's wish.
 
-Threads of updates leave a quarter of a rank's cores, two at most, to those that launch and copy.
+Threads of updates leave a quarter of a rank's cores, two at most, to those that launch and copy, and stand behind them
+where cores are short (`kNiceness`, `kernels/adam.cpp`).
 """
 
 from __future__ import annotations

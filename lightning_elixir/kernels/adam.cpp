@@ -14,6 +14,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__linux__)
+#include <sys/resource.h>
+#endif
 
 #include <atomic>
 #include <cmath>
@@ -34,6 +37,10 @@ constexpr int64_t kBlock = 512;
 // Elements that a thread takes at a time: few enough for an even share, many enough that taking them costs nothing.
 constexpr int64_t kPiece = 32768;
 constexpr int kMaxThreads = 1024;
+// By which its threads stand behind the program's: what launches for the device must not wait for a processor. Seen on
+// two H200s with 16 cores each, 14 threads at work: a launch took 32 us without it, and 16 with it (10 beside nothing);
+// waits above 1 ms were 46% of the time, and 4%. The same threads updated 5% less.
+constexpr int kNiceness = 10;
 // Squares are summed in rows of so many, and the sums likewise.
 constexpr int64_t kRow = 512;
 static_assert(kPiece % kRow == 0 && kBlock >= kRow, "rows are not cut");
@@ -521,6 +528,8 @@ struct Pool {
   static void* enter(void* pool) {
 #if defined(__linux__)
     pthread_setname_np(pthread_self(), "elixir_update");
+    // Linux has a priority for every thread, and 0 is this one. See kNiceness.
+    setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + kNiceness);
 #endif
     static_cast<Pool*>(pool)->serve();
     return nullptr;

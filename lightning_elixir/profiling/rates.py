@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device, release_cached_memory
+from lightning_elixir.core.threads import default_num_update_threads
 from lightning_elixir.optim.adam import AdamHyper
 from lightning_elixir.optim.execution import UpdateRunner
 from lightning_elixir.optim.streaming import StateStream
@@ -208,9 +209,10 @@ class Workbench:
         return update.numel / self._watch.seconds(update.run)
 
     def _host_adam_numel_per_s(self) -> float:
-        """As in a step: from rest, for some tenths of a second."""
+        """As in a step: from rest, for some tenths of a second, with the threads that a step has for it."""
         update = _update_in(self._host)
-        return update.numel / self._watch.burst_seconds(update.run, _HOST_BURST * self._watch.limit_s)
+        run = partial(update.run, num_threads=default_num_update_threads())
+        return update.numel / self._watch.burst_seconds(run, _HOST_BURST * self._watch.limit_s)
 
     def _streamed_adam_numel_per_s(self) -> float:
         update, arena_bytes = _update_in(self._host), self._host.numel()
@@ -227,7 +229,7 @@ class Workbench:
     def _joint_adam_numel_per_s(self, host_numel_per_s: float, streamed_numel_per_s: float) -> float:
         """Host and stream at the same time, each with as much as it can do."""
         update = _update_in(self._host)
-        runner = UpdateRunner(self._device)
+        runner = UpdateRunner(self._device, default_num_update_threads())
         num_passes = 1 if self._device.is_synchronous else _NUM_PASSES
         num_on_host = round(num_passes * host_numel_per_s / streamed_numel_per_s)
         on_host = [update] * min(max(num_on_host, 1), 4 * num_passes)
@@ -255,7 +257,7 @@ class Workbench:
             for transfer, count in ((up, num_up), (down, num_down)):
                 for _ in range(count):
                     transfer()
-            update.run()
+            update.run(num_threads=default_num_update_threads())
 
         nbytes = update.numel * _ADAM_TRAFFIC_BYTES + num_up * up_bytes + num_down * down_bytes
         # Copies that go on when the update is over leave the memory idle: such a time says less than updates alone

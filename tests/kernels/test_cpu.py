@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
 from dataclasses import replace
 from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 import torch
@@ -289,6 +291,24 @@ def test_interpreter_goes_on_meanwhile(kernel: Kernel) -> None:
     thread.join()
     start, stop = took
     assert any(start + 0.3 * (stop - start) < at < start + 0.7 * (stop - start) for at in seen)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems have one priority for a process")
+def test_its_threads_stand_behind_the_programs(kernel: Kernel) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    operands = random_operands(200_000, torch.float32, torch.bfloat16, torch.float32)
+    kernel.update([*operands, None], [(0, 200_000, SCALARS["adamw"])], 4)
+
+    def found() -> list[int]:
+        tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "elixir_update\n"]
+        return [os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks]
+
+    behind, deadline = min(19, own + 10), time.monotonic() + 20.0
+    while (len(seen := found()) < 3 or set(seen) != {behind}) and time.monotonic() < deadline:
+        time.sleep(0.01)  # a thread may not have begun
+    assert len(seen) >= 3
+    assert set(seen) == {behind}
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
