@@ -3,8 +3,9 @@
 Every candidate is a whole plan that is simulated (`plan/simulator/timeline.py`), so that what is compared is what the
 runtime would do. Candidates come from a grid of shares and a climb from its best point: how many chunks keep everything
 on the GPU, how many only their parameters, which ones, how many of the host's updates are streamed to the GPU, and how
-far ahead chunks are fetched. The rCache takes what memory is left. To the predicted time comes what the host has to
-issue (`Outcome.felt_s`), a few percent at most, so that fewer moves win. Everything is deterministic.
+far ahead chunks are fetched. In the best, chunks are moved between host and stream one by one, as both should end at
+the same time. The rCache takes what memory is left. To the predicted time comes what the host has to issue
+(`Outcome.felt_s`), a few percent at most, so that fewer moves win. Everything is deterministic.
 
 Where updates need the norm of all gradients, plans with spare states for as many chunks as the host has memory for are
 searched as well; in the fastest of these, other chunks and fewer are tried (`spares.py`), and other placements beside
@@ -64,6 +65,7 @@ _GUESS_ERROR = 0.02  # guessed times that are no further apart do not tell which
 _AHEAD = 5e-3  # part of the step that it may cost to fetch further ahead
 _MOST_REFINEMENTS = 400
 _MOST_SIZES_WITH_FATES = 3  # chunk sizes for which fates of activations are searched; each takes a second or two
+_MOST_BALANCING = 32  # simulations to find out how many chunks to stream, to a chunk
 _MOST_SPARE_COUNTS = 32  # numbers of chunks with spare states that are tried
 
 
@@ -100,7 +102,7 @@ def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
     if tried and not one.is_least(outcome):
         outcome, one, tried = _with_fates_of_its_own(candidates, (outcome, one, tried), found, make)
         searches.append(one)
-    outcome = one.fetching_ahead(one.with_best_spares(outcome))
+    outcome = one.fetching_ahead(one.balanced(one.with_best_spares(outcome)))
     plan = one.plan_of(outcome, [(s, o) for s in searches for o in s.outcomes.values()])
     return plan if plan.forecast is None else with_alternatives(plan, tried)
 
@@ -373,6 +375,25 @@ class _LayoutSearch(Space):
         limit_s = min(o.felt_s for o in found) * (1 + SAME)
         return min((o for o in found if o.felt_s <= limit_s), key=lambda o: (o.host_bytes, rank(o)))
 
+    def balanced(self, outcome: Outcome) -> Outcome:
+        """The same, with as many chunks streamed as make the step fastest, to a chunk: the host and the stream both end
+        late or early by the time that one takes them, which is some per cent of a step where chunks are large."""
+        if outcome.choice == self.everything or not self.problem.regime.can_stream:
+            return outcome
+        most = self.num_simulations + _MOST_BALANCING
+        at, balanced_share = outcome.choice, self._balanced_share()
+        outcome = self._best_of(self._streamed(at, [balanced_share * k / 8 for k in (8, 7, 6, 5)]), outcome, most)
+        step = max(1, len(self.layout.packed) // 32)
+        while self.num_simulations < most:
+            better = self._best_of(
+                self._streamed(outcome.choice, self._shares_near(outcome.choice, step)), outcome, most
+            )
+            if better is outcome and step == 1:
+                break
+            step = max(1, step // 2) if better is outcome else step
+            outcome = better
+        return outcome
+
     def fetching_ahead(self, outcome: Outcome) -> Outcome:
         """The same, with chunks fetched as far ahead as costs next to nothing: real copies are often later than
         simulated ones, where updates use the bus and the host's memory as well."""
@@ -475,6 +496,15 @@ class _LayoutSearch(Space):
             yield replace(at, streamed_share=share)
         for depth in self._depths():
             yield replace(at, depth=depth)
+
+    def _streamed(self, at: Choice, shares: Iterable[float]) -> Iterator[Choice]:
+        """These shares streamed; also with the parameters on the GPU that the buffers of a stream leave room for."""
+        for share in shares:
+            moved = replace(at, streamed_share=share)
+            yield moved
+            most = self._most_kept(replace(moved, kept=0))
+            if most != at.kept:
+                yield replace(moved, kept=most)
 
     def _one_by_one(self, at: Choice) -> Iterator[Choice]:
         """One chunk at another site, then two that change places; of very few chunks, any two at any other sites."""

@@ -155,6 +155,15 @@ class Space:
         apart = _share(hardware.streamed_adam_numel_per_s, hardware.cpu_adam_numel_per_s)
         return tuple(sorted({0.0, balanced / 2, balanced, (balanced + apart) / 2, apart, (1 + apart) / 2, 1.0}))
 
+    def _shares_near(self, at: Choice, step: int) -> list[float]:
+        """Those with which so many chunks more are streamed, or fewer. The step is a jagged function of that number:
+        streamed chunks lie between others, and what is needed first should not be one that ends late."""
+        sites = self._sites(at)
+        count = sum(sites[i].optim_tier is Tier.CPU for i in self.trainable)
+        streamed = sum(site.is_update_streamed for site in sites)
+        numbers = (streamed + step, streamed - step) if self.problem.regime.can_stream else ()
+        return [round(number / count, 4) for number in numbers if 0 < number <= count]
+
     def _balanced_share(self) -> float:
         """Both the host and the stream end at the same time."""
         if not self.problem.regime.can_stream:

@@ -25,14 +25,24 @@ from lightning_elixir.plan.placing import search as search_module
 from lightning_elixir.plan.placing.parts import host_parts
 from lightning_elixir.plan.placing.placement import OFFLOADED, Layout, place, sites_of
 from lightning_elixir.plan.placing.search import search, with_forecast
-from lightning_elixir.plan.placing.space import Candidate, Choice, Space
+from lightning_elixir.plan.placing.space import Candidate, Choice, Outcome, Space
 from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.step import SimulatedStep, StepSimulator
 from lightning_elixir.plan.simulator.timeline import Timeline, beside_rcache_bytes, with_times
-from lightning_elixir.plan.types import AccessTrace, Acquire, Forecast, ParamSpec, Plan, StepTimes, Tier, UpdateTiming
+from lightning_elixir.plan.types import (
+    AccessTrace,
+    Acquire,
+    ChunkSpec,
+    Forecast,
+    ParamSpec,
+    Plan,
+    StepTimes,
+    Tier,
+    UpdateTiming,
+)
 from lightning_elixir.plan.units import format_bytes, format_seconds
 from tests.helpers.tiers import full, telling
 from tests.plan.models import accesses_of, random_specs, spec
@@ -290,6 +300,48 @@ def test_streaming_is_chosen_where_it_is_faster() -> None:
             assert any(streamed), name
         off = replace(case, problem=changed(case.problem, can_stream=False))
         assert not any(c.is_update_streamed for c in off.search().chunks)
+
+
+def test_as_many_chunks_are_streamed_as_is_fastest_to_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[Space, Outcome, Outcome]] = []
+
+    def noted(one: search_module._LayoutSearch, start: Outcome) -> Outcome:
+        found.append((one, start, balanced(one, start)))
+        return found[-1][2]
+
+    balanced = search_module._LayoutSearch.balanced
+    monkeypatch.setattr(search_module._LayoutSearch, "balanced", noted)
+    random = Random(11)
+    for timing in (UpdateTiming.BEHIND_FORWARD, UpdateTiming.INSIDE_BACKWARD) * 4:
+        specs = [spec(f"l{i}.w", 2**24, dtype="bfloat16") for i in range(random.randint(40, 90))]
+        layout, accesses = layout_of(specs, 2**24), accesses_of(specs)
+        on_host, streamed = random.uniform(0.8e9, 3e9), random.uniform(0.3, 1.0)
+        hardware = constant_hardware(cpu_adam_numel_per_s=on_host, streamed_adam_numel_per_s=on_host * streamed)
+        profile = structural_profile(layout, accesses, hardware, 0)
+        update_s, compute_s = 2**24 * len(specs) / on_host, sum(one.compute_s for one in profile.intervals)
+        scale = update_s / compute_s * random.uniform(0.3, 1.0)  # the host has about as much to do as the device
+        intervals = tuple(replace(one, compute_s=one.compute_s * scale) for one in profile.intervals)
+        regime = replace(MIXED, can_stream=True, stream_bytes=2**26, update_timing=timing)
+        budget = Budget(int(layout.block_bytes * len(specs) * random.uniform(1.0, 4.0)))
+        problem = Problem(PlacementRequest(accesses=accesses), budget, 1, regime, hardware)
+        search([Candidate(layout, replace(profile, intervals=intervals))], problem)
+    gains = [start.felt_s / best.felt_s for _, start, best in found]
+    assert min(gains) >= 1.0
+    assert max(gains) > 1.01
+    num_looked = 0
+    for one, _, best in found:
+        num_on_host = sum(c.optim_tier is Tier.CPU for c in best.chunks)
+        number = sum(map(_is_streamed, best.chunks))
+        for other in {number - 1, number + 1} & set(range(1, num_on_host + 1)) if number else ():
+            looked = one.look(replace(best.choice, streamed_share=other / num_on_host))
+            num_looked += 1
+            assert sum(map(_is_streamed, looked.chunks)) == other
+            assert looked.felt_s >= best.felt_s
+    assert num_looked > 8
+
+
+def _is_streamed(chunk: ChunkSpec) -> bool:
+    return chunk.is_update_streamed
 
 
 def test_the_better_of_two_chunk_sizes_is_taken() -> None:
@@ -1012,8 +1064,9 @@ def test_a_model_of_175_billion_takes_a_bounded_number_of_simulations(
     plan = search(candidates, problem)
     assert int(plan.notes["gpu_bytes"]) <= 139 * 2**30
     assert any(c.optim_tier is Tier.CPU for c in plan.chunks)
-    # A grid of about thirty and a climb for the first size, a quarter of a climb for each of the others.
-    assert 50 < count <= 30 + 80 + (len(candidates) - 1) * (20 + 5) + 1
+    # A grid of about thirty and a climb for the first size, a quarter of a climb for each of the others; then how many
+    # chunks the best one streams.
+    assert 50 < count <= 30 + 80 + (len(candidates) - 1) * (20 + 5) + 32 + 1
 
 
 @pytest.mark.full
@@ -1032,7 +1085,7 @@ def test_small_models_take_a_bounded_number_of_simulations(monkeypatch: pytest.M
             case.search()
         except CapacityError:
             assert counts[-1] == 0  # nothing fits: nothing is simulated
-    assert max(counts) <= 30 + 80 + 400 + 1
+    assert max(counts) <= 30 + 80 + 400 + 32 + 1
 
 
 @pytest.mark.full
