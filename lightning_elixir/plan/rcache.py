@@ -147,6 +147,7 @@ class RCache:
         self._suspected = self._after = None
         self._settled_until = self._there_until = self._full_until = 0
         self._absent = -1
+        self._proposed: tuple[int, ...] = ()
 
     def acquire(self, ids: Iterable[int], *, pin: bool, held: Container[int] = (), is_traced: bool = True) -> Decision:
         """Make `ids` resident.
@@ -347,6 +348,19 @@ class RCache:
                 break
             found.append(chunk_id)
         return tuple(found)
+
+    def proposals(self, held: Container[int] = (), *, is_meeting: bool) -> tuple[int, ...]:
+        """As `prefetch_candidates`, where several ranks fetch together what all of them propose: nothing where the same
+        was proposed last, since a rank could not have it then, and a message at every access costs more than it gives.
+
+        Args:
+            is_meeting: The ranks tell each other something in any case.
+        """
+        found = self.prefetch_candidates(held)
+        if not is_meeting and found == self._proposed:
+            return ()
+        self._proposed = found
+        return found
 
     def prefetch(self, ids: Iterable[int], held: Container[int] = ()) -> Decision:
         """Admit `ids`, in order, as far as there is room without evicting what is needed sooner."""

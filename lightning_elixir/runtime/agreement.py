@@ -13,8 +13,9 @@ sequence of meeting points: that is found out at once, on every rank, and is a `
 takes all ranks begins with a meeting of its own, and what it sends besides comes after that.
 
 So no order of collectives need be recorded, and a rank that leaves it is no error. The price is one small message for
-each miss ([Note: messages of one host], `core/shared_messages.py`). Hosts meet, streams do not: on a GPU the host runs
-ahead of the device, and several chunks are prefetched for each message. Running statistics (BatchNorm) are rank 0's, as
+each miss, and for what becomes worth fetching ahead ([Note: messages of one host], `core/shared_messages.py`): without
+the latter the device stood still for a whole fetch, wherever what had been fetched ahead came to an end. Hosts meet,
+streams do not: on a GPU the host runs ahead of the device. Running statistics (BatchNorm) are rank 0's, as
 in DDP: shared before the next forward after one with gradients. A replica of which any rank keeps an alias stays over
 the step, and is refilled by all ranks.
 

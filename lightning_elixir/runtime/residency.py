@@ -163,12 +163,15 @@ class Residency:
                 self._report_overflow(ids)
             together = self._fetch_alone(decision.fetch)
             ahead: tuple[int, ...] = ()
-            if (together or is_meeting) and self._agreement is not None:
-                candidates = rcache.prefetch_candidates(staying) if is_traced else ()
-                # What is prefetched is what all ranks propose: each leaves out what it would have to wait for.
-                candidates = tuple(i for i in candidates if not self._fetcher.would_wait(self._chunks[i]))
-                ahead = self._agreement.want(together, candidates)
-            elif is_traced and self._agreement is None:
+            if self._agreement is not None:
+                is_meeting = is_meeting or bool(together)
+                wished = rcache.proposals(staying, is_meeting=is_meeting) if is_traced else ()
+                if wished or is_meeting:
+                    # What is prefetched is what all ranks propose: each leaves out what it would have to wait for.
+                    # That they meet must not rest on it, for it may differ between them.
+                    candidates = [i for i in wished if not self._fetcher.would_wait(self._chunks[i])]
+                    ahead = self._agreement.want(together, candidates)
+            elif is_traced:
                 ahead = rcache.prefetch_candidates(())
             if ahead:
                 self._prefetch(ahead, self._staying(ids))

@@ -502,3 +502,21 @@ def test_what_is_remembered_of_prefetching_changes_nothing() -> None:
 def _forget(cache: RCache) -> None:
     cache._settled_until = cache._there_until = cache._full_until = 0
     cache._absent, cache._after = -1, None
+
+
+def test_what_ranks_could_not_agree_on_is_proposed_again_when_something_else_is() -> None:
+    cache = RCache({i: 1 for i in range(4)}, 2, prefetch_depth=1)
+    cache.begin(CachePolicy(unpinned(0, 0, 0, 1, 1, 2)))
+    cache.acquire((0,), pin=False)
+    assert cache.proposals((0,), is_meeting=False) == (1,)
+    cache.acquire((0,), pin=False)
+    assert cache.prefetch_candidates((0,)) == (1,)
+    assert cache.proposals((0,), is_meeting=False) == ()  # a message at every access would say the same
+    assert cache.proposals((0,), is_meeting=True) == (1,)
+    cache.acquire((0,), pin=False)
+    assert cache.proposals((0,), is_meeting=False) == ()
+    cache.acquire((1,), pin=False)
+    assert cache.proposals((1,), is_meeting=False) == (2,)
+    cache.begin(CachePolicy(unpinned(1, 2)))
+    cache.acquire((1,), pin=False)
+    assert cache.proposals((1,), is_meeting=False) == (2,)  # another iteration

@@ -98,13 +98,15 @@ def drive(
             yield event, _NOTHING, _NOTHING
             continue
         decision, ahead = rcache.acquire(event.ids, pin=event.is_pinned, held=event.held), _NOTHING
-        # Ranks meet, and so agree on what to prefetch, only where they gather something on demand.
-        shared = [] if is_alone else [i for i in decision.fetch if plan.num_sharing(plan.chunks[i]) > 1]
-        if is_alone or (bool(shared) if plan.is_storage_distributed else any(i in outdated for i in shared)):
-            held = {*event.held, *event.ids}
+        held = {*event.held, *event.ids}
+        if is_alone:
             candidates = rcache.prefetch_candidates(held)
-            if candidates:
-                ahead = rcache.prefetch(candidates, held)
+        else:
+            shared = [i for i in decision.fetch if plan.num_sharing(plan.chunks[i]) > 1]
+            is_meeting = bool(shared) if plan.is_storage_distributed else any(i in outdated for i in shared)
+            candidates = rcache.proposals(held, is_meeting=is_meeting)
+        if candidates:
+            ahead = rcache.prefetch(candidates, held)
         yield event, decision, ahead
     rcache.unpin_all()  # what backward has pinned until its end
 

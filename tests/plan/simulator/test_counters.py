@@ -33,12 +33,12 @@ def test_frozen_chunks_survive_a_step() -> None:
     assert simulate(plan, unpinned(0, 1), iterations=3).counters.fetches == 3 + 1
 
 
-def test_ranks_prefetch_only_where_they_meet_for_a_fetch() -> None:
+def test_ranks_prefetch_wherever_one_would() -> None:
     trace = unpinned(0, 1, 2, 3, 4, 5)
     counters = [
         simulate(make_plan_of([make_chunk(i, world_size=w) for i in range(6)], 4, 2, w), trace).counters for w in (1, 2)
     ]
-    assert [(c.fetches, c.prefetches) for c in counters] == [(1, 5), (2, 4)]
+    assert [(c.fetches, c.prefetches) for c in counters] == [(1, 5), (1, 5)]
 
 
 def test_ranks_that_hold_everything_each_prefetch_as_one() -> None:
@@ -48,12 +48,14 @@ def test_ranks_that_hold_everything_each_prefetch_as_one() -> None:
     assert simulate(plan, trace).counters == simulate(alone, trace).counters
 
 
-def test_ranks_with_whole_shards_prefetch_only_what_a_step_has_outdated() -> None:
-    """They meet for nothing else, and so agree on nothing."""
+def test_ranks_with_whole_shards_prefetch_as_one() -> None:
+    """Also what a step has outdated, and they have to gather."""
     plan = replace(make_plan_of([make_chunk(i, world_size=2) for i in range(6)], 3, 2, 2), is_storage_distributed=False)
-    first, both = (simulate(plan, there_and_back(6), iterations=n).counters for n in (1, 2))
-    assert (first.prefetches, first.fetches) == (0, 9)
-    assert 0 < both.prefetches <= 6
+    alone = make_plan_of([make_chunk(i) for i in range(6)], 3, 2)
+    for n in (1, 2):
+        ranks, one = (simulate(each, there_and_back(6), iterations=n).counters for each in (plan, alone))
+        assert (ranks.fetches, ranks.prefetches) == (one.fetches, one.prefetches)
+        assert (ranks.fetches, ranks.prefetches) == (n, 8 * n)
 
 
 def test_pins_that_last_until_the_end_of_backward_end_there() -> None:
