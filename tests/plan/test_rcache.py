@@ -505,7 +505,7 @@ def _forget(cache: RCache) -> None:
 
 
 def test_what_ranks_could_not_agree_on_is_proposed_again_when_something_else_is() -> None:
-    cache = RCache({i: 1 for i in range(4)}, 2, prefetch_depth=1)
+    cache = RCache(dict.fromkeys(range(4), 1), 2, prefetch_depth=1)
     cache.begin(CachePolicy(unpinned(0, 0, 0, 1, 1, 2)))
     cache.acquire((0,), pin=False)
     assert cache.proposals((0,), is_meeting=False) == (1,)
