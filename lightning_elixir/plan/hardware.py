@@ -120,6 +120,16 @@ class HardwareSpec:
     """Of what was measured: torch, this package, driver."""
     gpu_total_bytes: int | None = None
     """All memory of one device."""
+    computing_slowdown: float = 1.0
+    """How many times as long computing takes while a collective runs beside it; 1: no longer, or not known."""
+    collective_slowdown: float = 1.0
+    """How many times as long a collective takes while something is computed beside it; 1: no longer, or not known."""
+
+    @property
+    def slowdowns(self) -> tuple[float, float] | None:
+        """Those of computing and of collectives beside each other; None: neither takes longer."""
+        found = (self.computing_slowdown, self.collective_slowdown)
+        return found if max(found) > 1 else None
 
     def gather_s(self, nbytes: int, num_ranks: int, *, is_within_node: bool) -> float:
         """Seconds until so many ranks have gathered a chunk of so many bytes, all such groups at once; 0 where
@@ -288,7 +298,7 @@ def _check_values(values: Mapping[str, Any]) -> None:
             check(key, value, is_count and value >= 0, "a number of bytes")
         elif key in _RATES:
             check(key, value, is_number and value > 0, "a positive number")
-        elif key == "duplex_slowdown":
+        elif key in ("duplex_slowdown", "computing_slowdown", "collective_slowdown"):
             check(key, value, is_number and value >= 1, "a number of at least 1")
         elif key == "launch_s":
             check(key, value, is_number and value >= 0, "a number of seconds")
@@ -352,6 +362,9 @@ def hardware_table(spec: HardwareSpec) -> list[tuple[str, str]]:
     ]
     if math.isfinite(spec.joint_adam_numel_per_s):
         rows.append(("Adam, host and streamed at once", _adam_text(spec.joint_adam_numel_per_s)))
+    if spec.slowdowns is not None:
+        times = f"{spec.computing_slowdown:.2f} and {spec.collective_slowdown:.2f} times as long"
+        rows.append(("computing and collectives, beside each other", times))
     if spec.host_bytes_per_s:
         rate = f"{spec.host_bytes_per_s / 1e9:.3g} GB/s read and written"
         rows.append(("host memory, with Adam and both directions at once", rate))

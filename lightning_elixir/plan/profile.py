@@ -261,6 +261,9 @@ class StepProfile:
     """What the intervals' bytes have in them beside those of tensors."""
     program_s: float = 0.0
     """Seconds between backward and the next forward, beside updates there: the device waits for the program."""
+    is_alone: bool = False
+    """Times are of computing with nothing beside it, as those of a dry run: collectives make them longer. Those of a
+    real step have that in them."""
 
     @property
     def peak_non_model_bytes(self) -> int:
@@ -403,7 +406,7 @@ def step_profile(profile: MemoryProfile, packed: Sequence[PackedChunk], hardware
     if late and intervals:
         last = intervals[-1]
         intervals[-1] = replace(last, grads=last.grads + late, arrivals=last.arrivals + late)
-    return StepProfile(AccessTrace(tuple(events)), tuple(intervals), profile.offloaded_bytes)
+    return StepProfile(AccessTrace(tuple(events)), tuple(intervals), profile.offloaded_bytes, is_alone=True)
 
 
 def _joined(first: StepInterval, second: StepInterval) -> StepInterval:

@@ -42,6 +42,12 @@ _HOST_BURST = 2.0
 # A GPU lowers its clock when it has taken full power for some tenths of a second, as in a step (seen: 785, then 660
 # TFLOP/s). In the same units.
 _SETTLING = 4.0
+# Collectives beside computing: in the same units, for how long something is computed, and how many times as long the
+# collectives take, so that these are still under way when it is done.
+_BESIDE = 0.5
+_OUTLASTING = 2.5
+_NUM_ROUNDS = 2
+_MOST_SLOWDOWN = 10.0
 
 
 class Workbench:
@@ -85,6 +91,8 @@ class Workbench:
         if self._comm.world_size > 1:
             self._near.zero_()
             figures["all_gather"], figures["reduce_scatter"] = self._collectives(self._comm)
+            if not self._device.is_synchronous:
+                figures |= self.measure_slowdowns()
             figures |= self._links()
         return figures
 
@@ -192,6 +200,41 @@ class Workbench:
                     pending.wait()
 
         return work
+
+    def measure_slowdowns(self) -> dict[str, float]:
+        """How many times as long computing takes beside collectives, and these beside computing, by field name: the
+        mean of what gathers and reductions show. Of several ranks whose device does several things at once.
+
+        How often each is done is agreed: a rank that had other counts would leave its peers waiting.
+        """
+        product, nbytes = (
+            self._product_beside(),
+            self._half // (2 * self._comm.world_size) * (2 * self._comm.world_size),
+        )
+        num_products = _times_in(_BESIDE * self._watch.limit_s, self._watch.seconds(product))
+        found: list[tuple[float, float]] = []
+        for collective in (self._gather(self._comm, nbytes), self._reduce(self._comm, nbytes)):
+            span_s = _OUTLASTING * self._watch.side_by_side_seconds(collective, 0, product, num_products)[0]
+            num = _times_in(span_s, self._watch.seconds(collective))
+            rounds: list[tuple[float, float]] = []
+            for _ in range(_NUM_ROUNDS):
+                computing_s, _ = self._watch.side_by_side_seconds(collective, 0, product, num_products)
+                _, collectives_s = self._watch.side_by_side_seconds(collective, num, product, 0)
+                beside_s, all_s = self._watch.side_by_side_seconds(collective, num, product, num_products)
+                rounds.append(slowdowns_of(computing_s, collectives_s, beside_s, all_s))
+            found.append((min(one[0] for one in rounds), min(one[1] for one in rounds)))
+        names = ("computing_slowdown", "collective_slowdown")
+        return {name: sum(each) / len(found) for name, each in zip(names, zip(*found, strict=True), strict=True)}
+
+    def _product_beside(self) -> Callable[[], None]:
+        """A product of large matrices, in the last quarter of the memory, where no collective writes."""
+        size = max(n for n in _MATRIX_SIZES if n == _MATRIX_SIZES[0] or 6 * n * n <= self._near.numel() // 4)
+        generator = torch.Generator(self._device.torch_device).manual_seed(0)  # the user's stays as it is
+        matrices = self._near[-6 * size * size :].view(torch.bfloat16).view(3, size, size)
+        left, right, product = matrices.unbind()
+        left.normal_(generator=generator)  # zeros would be faster: they need less power
+        right.normal_(generator=generator)
+        return partial(_multiply, left, right, product)
 
     def _mean(self, comm: Comm, nbytes: int) -> Callable[[], None]:
         flat = self._near[:nbytes].view(torch.bfloat16)
@@ -308,6 +351,20 @@ class Workbench:
                 one.add_(1.0)
 
         return self._watch.seconds(work) / _NUM_TINY_OPS
+
+
+def slowdowns_of(computing_s: float, collectives_s: float, beside_s: float, all_s: float) -> tuple[float, float]:
+    """How many times as long computing takes beside collectives, and collectives beside computing: at least 1.
+
+    Args:
+        computing_s: What is computed, alone.
+        collectives_s: All collectives, alone; longer than what is computed.
+        beside_s: What is computed, beside collectives from its begin to its end.
+        all_s: Until all of both is done.
+    """
+    done_s = collectives_s - (all_s - beside_s)  # of the collectives while it was computed; the rest, they were alone
+    collective = beside_s / done_s if done_s > beside_s / _MOST_SLOWDOWN else _MOST_SLOWDOWN
+    return max(1.0, beside_s / computing_s), max(1.0, collective)
 
 
 def _pairs(source: Tensor, target: Tensor, nbytes: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -80,6 +80,31 @@ class Stopwatch:
         timings = [self._timed(work, num_calls) / num_calls for _ in range(num_timings)]
         return self._judged(timings)[1]
 
+    def side_by_side_seconds(
+        self, lane: Callable[[], None], num_lane: int, computed: Callable[[], None], num_computed: int
+    ) -> tuple[float, float]:
+        """Seconds from the first call of `computed` to the end of the last, on the device, and from the first call of
+        `lane`, which comes before, until all is done. Collective.
+
+        Args:
+            lane: Work of a lane, such as a collective.
+            num_lane: Calls of it, the same on every rank.
+            computed: Work of the compute stream.
+            num_computed: Likewise.
+        """
+        self._comm.exchange(())  # all ranks begin together
+        self._device.synchronize()
+        start = time.perf_counter()
+        for _ in range(num_lane):
+            lane()
+        first = self._device.mark()
+        for _ in range(num_computed):
+            computed()
+        last = self._device.mark()
+        self._device.synchronize()
+        seconds = time.perf_counter() - start
+        return self.slowest_s(last.seconds_since(first)), self.slowest_s(seconds)
+
     def _repeated(self, work: Callable[[], None], *, is_judged: bool = True) -> tuple[float, float]:
         """The best and the median of several timings, of the slowest rank.
 

@@ -24,6 +24,8 @@ def full() -> HardwareSpec:
         world_size=4,
         versions={"torch": "2.13"},
         gpu_total_bytes=2**35,
+        computing_slowdown=1.35,
+        collective_slowdown=1.7,
     )
 
 
@@ -116,6 +118,17 @@ def test_a_profile_survives_the_round_trip(spec: HardwareSpec, tmp_path: Path) -
     assert load_hardware(tmp_path / "machine.json") == spec
 
 
+def test_what_was_kept_before_collectives_were_seen_beside_computing_says_nothing_of_it() -> None:
+    content = full().to_dict()
+    del content["computing_slowdown"], content["collective_slowdown"]
+    spec = HardwareSpec.from_dict(content)
+    assert (spec.computing_slowdown, spec.collective_slowdown, spec.slowdowns) == (1.0, 1.0, None)
+    assert full().slowdowns == (1.35, 1.7)
+    told = ("computing and collectives, beside each other", "1.35 and 1.70 times as long")
+    assert told in hardware_table(full())
+    assert told[0] not in dict(hardware_table(spec))
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -129,6 +142,8 @@ def test_a_profile_survives_the_round_trip(spec: HardwareSpec, tmp_path: Path) -
         ({"host_bytes": -1}, "host_bytes must be"),
         ({"host_bytes": None}, "host_bytes must be"),
         ({"duplex_slowdown": 0.5}, "duplex_slowdown must be"),
+        ({"computing_slowdown": 0.9}, "computing_slowdown must be"),
+        ({"collective_slowdown": None}, "collective_slowdown must be"),
         ({"cpu_adam_numel_per_s": 0}, "cpu_adam_numel_per_s must be"),
         ({"gpu_adam_numel_per_s": -1.0}, "gpu_adam_numel_per_s must be"),
         ({"streamed_adam_numel_per_s": "quick"}, "streamed_adam_numel_per_s must be"),

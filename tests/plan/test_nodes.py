@@ -64,6 +64,7 @@ def test_ranks_of_a_host_share_it() -> None:
     assert (four.world_size, four.nvme_write_bytes_per_s, four.h2d) == (4, None, one.h2d)
     assert on_ranks(four, 1).cpu_adam_numel_per_s == pytest.approx(one.cpu_adam_numel_per_s)
     assert on_ranks(four, 4) is four
+    assert on_ranks(replace(one, computing_slowdown=1.3), 4).computing_slowdown == 1.3
     bare = replace(one, all_gather=None, reduce_scatter=None)
     assert on_ranks(bare, 2).all_gather == HardwareSpec.nominal().all_gather
     assert on_ranks(replace(four, all_gather=None), 1).all_gather is None
@@ -92,7 +93,8 @@ NODE = replace(
 
 
 def test_figures_of_several_nodes() -> None:
-    spec, size = on_nodes(NODE, 2, Network(10 * GB, 1e-5)), 2**28
+    spec, size = on_nodes(replace(NODE, computing_slowdown=1.3), 2, Network(10 * GB, 1e-5)), 2**28
+    assert spec.slowdowns is None  # of collectives over a network that is not known
     assert (spec.world_size, spec.num_nodes) == (8, 2)
     assert spec.node_all_gather == NODE.all_gather
     # What comes from the other node: half, by four ranks together.

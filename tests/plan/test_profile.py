@@ -63,7 +63,10 @@ def test_intervals_match_accesses_whatever_comes_first() -> None:
     for timeline in ([interval(("a",))], [interval(), interval(("a",))], [interval(), interval(), interval(("a",))]):
         profile = step_profile(memory_profile(*timeline), PACKED, HARDWARE)
         assert len(profile.intervals) == 2
-    assert step_profile(memory_profile(), PACKED, HARDWARE) == StepProfile(profile.trace.__class__(()), ())
+    assert profile.is_alone  # nothing ran beside a dry run
+    assert profile.with_margin(1).of_first_chunks(0).with_bytes(lambda nbytes: 0).is_alone
+    nothing = step_profile(memory_profile(), PACKED, HARDWARE)
+    assert nothing == StepProfile(profile.trace.__class__(()), (), is_alone=True)
 
 
 def test_times_follow_operations() -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_elixir
-from lightning_elixir.core.comm import SoloComm, make_comm
+from lightning_elixir.core.comm import Comm, SoloComm, make_comm
 from lightning_elixir.core.device import make_device
 from lightning_elixir.core.host import core_times
 from lightning_elixir.errors import PlanError, StorageError
@@ -27,7 +27,7 @@ from lightning_elixir.profiling import measured_hardware, nvme_speed
 from lightning_elixir.profiling.disturbance import CoreWatch, RankUse, others_at_work
 from lightning_elixir.profiling.hardware_cache import HardwareCache, default_cache_dir
 from lightning_elixir.profiling.measured_hardware import profile_hardware
-from lightning_elixir.profiling.rates import Workbench
+from lightning_elixir.profiling.rates import Workbench, slowdowns_of
 from lightning_elixir.profiling.stopwatch import Stopwatch
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import full, telling
@@ -79,6 +79,7 @@ def check_figures(spec: HardwareSpec) -> None:
         assert times[0] > 0
     assert (len(curves) == 4) == (spec.world_size > 1)
     assert spec.duplex_slowdown >= 1
+    assert spec.slowdowns is None  # the CPU does one thing at a time
     assert min(spec.cpu_adam_numel_per_s, spec.gpu_adam_numel_per_s, spec.streamed_adam_numel_per_s) > 0
     assert 0 < spec.joint_adam_numel_per_s < float("inf")
     assert set(spec.matmul_flops_per_s) == {"float32", "float16", "bfloat16"}
@@ -330,6 +331,56 @@ def test_ranks_agree(world_size: int, tmp_path: Path) -> None:
         assert spec.host_bytes == (11 - world_size) * GIB  # a rank that has less than its peers counts for all
         for curve in (spec.all_gather, spec.reduce_scatter):
             assert curve is None or all(size % (2 * world_size) == 0 for size, _ in curve.points)
+
+
+@pytest.mark.parametrize(
+    ("computing_s", "collectives_s", "beside_s", "all_s", "expected"),
+    [
+        (87.6, 244.2, 110.8, 293.9, (1.265, 1.813)),  # products and gathers on two H200s
+        (87.6, 195.1, 125.3, 238.5, (1.430, 1.530)),  # products and exchanges of gradients
+        (50.0, 100.0, 50.0, 100.0, (1.0, 1.0)),  # neither minds the other
+        (50.0, 100.0, 50.0, 150.0, (1.0, 10.0)),  # one after the other
+        (50.0, 100.0, 49.0, 98.0, (1.0, 1.0)),  # disturbed alone
+    ],
+)
+def test_how_much_longer_each_takes_beside_the_other(
+    computing_s: float, collectives_s: float, beside_s: float, all_s: float, expected: tuple[float, float]
+) -> None:
+    assert slowdowns_of(computing_s, collectives_s, beside_s, all_s) == pytest.approx(expected, abs=1e-3)
+
+
+class CountingWatch(Stopwatch):
+    """Ranks that take other times for the same."""
+
+    def __init__(self, comm: Comm) -> None:
+        super().__init__(make_device(torch.device("cpu")), comm, 0.01)
+        self.counts: list[tuple[int, int]] = []
+
+    def side_by_side_seconds(
+        self, lane: Callable[[], None], num_lane: int, computed: Callable[[], None], num_computed: int
+    ) -> tuple[float, float]:
+        self.counts.append((num_lane, num_computed))
+        time.sleep(0.002 * self._comm.rank)
+        return super().side_by_side_seconds(lane, num_lane, computed, num_computed)
+
+
+def measured_side_by_side() -> tuple[dict[str, float], list[tuple[int, int]]]:
+    device = make_device(torch.device("cpu"))
+    comm = make_comm(None, device.torch_device)
+    try:
+        watch = CountingWatch(comm)
+        return Workbench(device, comm, watch, 4 * MIB, 2).measure_slowdowns(), watch.counts
+    finally:
+        comm.close()
+
+
+def test_ranks_measure_side_by_side_as_often_and_find_the_same() -> None:
+    (first, counts), other = run_ranks(measured_side_by_side, 2)
+    assert other == (first, counts)
+    assert set(first) == {"computing_slowdown", "collective_slowdown"}
+    assert all(1 <= value <= 10 for value in first.values())
+    assert len(counts) == 2 * (1 + 2 * 3)
+    assert all(max(count) >= 1 for count in counts)
 
 
 def time_unequal_work() -> tuple[int, float]:

@@ -51,13 +51,14 @@ class ForwardBackward:
         self._before = profile.intervals[0] if profile.intervals else None
         self._accesses = tuple(zip(script.accesses, profile.intervals[1:], strict=True))
         self._spread = [(c.id, costs[c.id].spread_s) for c in updates.trained if costs[c.id].spread_s]
-        self._spread_ready: dict[int, float] = {}
+        self._spread_ready: dict[int, float] = {}  # as `_ready`
         # Of the micro-batch under way.
-        self._ready: dict[int, float] = {}
+        self._ready: dict[int, float] = {}  # when it is there, less `late_s` of the clocks
         self._held_up: dict[int, float] = {}  # seconds that a fetch began later because of its chunk's update
-        self._collected_s = 0.0  # end of the last reduction
+        self._collected_s = 0.0  # end of the last reduction, less `late_s`
         self._sums: deque[float] = deque(maxlen=STAGING_BUFFERS)  # ends of the last additions in host memory
-        # Of chunks that are updated in the step: when the last gradient is reduced, and when all are added up.
+        # Of chunks that are updated in the step: when the last gradient is reduced, less `late_s`, and when all are
+        # added up.
         self._reduced_s = self._summed_s = 0.0
 
     def spread(self) -> None:
@@ -65,8 +66,9 @@ class ForwardBackward:
         clocks = self._clocks
         self._spread_ready = {}
         for chunk_id, spread_s in self._spread:
-            self._spread_ready[chunk_id] = end_s = clocks.fetch.work(clocks.now_s, spread_s)
-            clocks.busy.collective_s += spread_s
+            end_s = clocks.fetch.work(clocks.now_s, spread_s)
+            self._spread_ready[chunk_id] = end_s - clocks.late_s
+            clocks.communicate(spread_s)
             clocks.record.span("collective", end_s - spread_s, end_s, f"gather {chunk_id}")
 
     def micro_batch(self) -> float:
@@ -96,12 +98,12 @@ class ForwardBackward:
             if is_detailed:
                 self._compute(interval, f"chunk {', '.join(map(str, ids))}")
             else:
-                clocks.now_s += interval.compute_s
+                clocks.advance(interval.compute_s)
             if moves is not NO_MOVES:
                 self._send_activations(moves)
             for chunk_id in grads:
                 self._gradient(chunk_id)
-        clocks.wait(self._reduced_s, "wait for gradients")
+        clocks.wait(self._reduced_s + clocks.late_s, "wait for gradients")
         return clocks.now_s - begin_s
 
     def wait_for_sums(self) -> float:
@@ -149,11 +151,13 @@ class ForwardBackward:
         latest_s, late_id = 0.0, -1
         for chunk_id in access.awaited:
             if chunk_id in backlog:  # it stays on the device, and its states on the host
-                self._ready[chunk_id] = backlog.done_s(chunk_id, clocks.now_s)
-                self._held_up[chunk_id] = max(0.0, self._ready[chunk_id] - clocks.now_s)
+                done_s = backlog.done_s(chunk_id, clocks.now_s)
+                self._ready[chunk_id] = done_s - clocks.late_s
+                self._held_up[chunk_id] = max(0.0, done_s - clocks.now_s)
             ready_s = self._ready.get(chunk_id)
             if ready_s is None:
                 ready_s = self._spread_ready.get(chunk_id, 0.0)
+            ready_s += clocks.late_s
             if ready_s > latest_s:
                 latest_s, late_id = ready_s, chunk_id
         stall_s = latest_s - clocks.now_s
@@ -187,12 +191,12 @@ class ForwardBackward:
             start_s = clocks.use_disk(start_s, costs.param_read_s, "read parameters", chunk_id)
         start_s, uploaded_s = clocks.h2d.reserve(start_s, upload_s)
         end_s = uploaded_s + fetch.gather_s + fetch.refresh_s
-        self._ready[chunk_id] = end_s
+        self._ready[chunk_id] = end_s - clocks.late_s
         if not is_held_up:
             clocks.fetch.free_s = end_s
         busy.h2d_s += upload_s
         busy.d2h_s += fetch.refresh_s
-        busy.collective_s += fetch.gather_s
+        clocks.communicate(fetch.gather_s)
         if clocks.record.is_detailed:
             clocks.record.span("h2d", start_s, uploaded_s, f"fetch {chunk_id}")
             clocks.record.span("collective", uploaded_s, uploaded_s + fetch.gather_s, f"gather {chunk_id}")
@@ -202,7 +206,7 @@ class ForwardBackward:
         """One of so many equal parts of an interval."""
         clocks = self._clocks
         start_s = clocks.now_s
-        clocks.now_s += interval.compute_s / parts
+        clocks.advance(interval.compute_s / parts)
         if clocks.record.is_detailed:
             for chunk_id in interval.arrivals:
                 clocks.record.gradient(self._chunks[chunk_id])
@@ -240,14 +244,15 @@ class ForwardBackward:
         if costs.grad_store_s:
             stored_s = clocks.use_disk(landed_s, costs.grad_store_s, "store gradients", chunk_id)
         clocks.busy.d2h_s += download_s
-        clocks.busy.collective_s += reduce_s
+        clocks.communicate(reduce_s)
         if is_detailed:
             clocks.record.span("collective", start_s, reduced_s, f"reduce {chunk_id}")
             clocks.record.span("d2h", down_s, end_s, f"gradients {chunk_id}")
-        clocks.wait(self._collected_s, "wait for a gradient block")  # it is needed for the chunk that follows
-        self._collected_s = end_s
+        # It is needed for the chunk that follows.
+        clocks.wait(self._collected_s + clocks.late_s, "wait for a gradient block")
+        self._collected_s = end_s - clocks.late_s
         if chunk_id not in self._updates.behind:
-            self._reduced_s, self._summed_s = end_s, max(self._summed_s, landed_s)
+            self._reduced_s, self._summed_s = self._collected_s, max(self._summed_s, landed_s)
         if chunk.optim_tier is not Tier.GPU:
             self._updates.land(chunk, landed_s, stored_s)
 

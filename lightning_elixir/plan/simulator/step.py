@@ -105,8 +105,12 @@ class _Steps:
         beside = [c for c in plan.chunks if c.requires_grad and c.optim_tier is not Tier.GPU]
         timing = scheme.regime.allowed(plan.update_timing) if beside else UpdateTiming.AFTER_BACKWARD
         record = DetailedRecord(plan, scheme, profile.course.arrivals) if is_detailed else StepRecord()
-        self._clocks = Clocks(record, nvme_buffers(scheme.state_bytes(c) for c in beside if is_on_nvme(c))[0])
         hardware, of_chunks = costs.hardware, list(map(costs.of, plan.chunks))
+        self._clocks = Clocks(
+            record,
+            nvme_buffers(scheme.state_bytes(c) for c in beside if is_on_nvme(c))[0],
+            hardware.slowdowns if profile.is_alone and plan.world_size > 1 else None,
+        )
         self._updates = Updates(
             plan,
             of_chunks,
@@ -165,7 +169,7 @@ class _Steps:
         updates.run(begin_s)
         clocks.now_s += self._profile.program_s
         step_s = clocks.now_s - backward_end_s
-        compute_s = self._num_backwards * self._profile.compute_s
+        compute_s = self._num_backwards * self._profile.compute_s + busy.slowed_s
         # All lanes together may ask more of the host's memory than it has; the spans do not show that. Nor may a step
         # be shorter than what the disk has to do in it, as one could be that leaves more than it was left.
         least_s = max(self._host_memory_s() if updates.is_overlapped else 0.0, busy.nvme_s)

@@ -332,6 +332,87 @@ def test_whole_shards_are_gathered_once_a_step() -> None:
     assert times.d2h_s == pytest.approx(3 * 2e-3 + 3 * 1e-3)  # the whole shard taken over, half a gradient
 
 
+# Collectives beside computing
+
+
+def alone(profile: StepProfile) -> StepProfile:
+    """Of a dry run."""
+    return replace(profile, is_alone=True)
+
+
+SLOW = {"computing_slowdown": 1.5, "collective_slowdown": 2.0}
+
+
+def test_gathers_and_computing_take_longer_beside_each_other() -> None:
+    hardware = machine(all_gather=2 * BLOCK_BYTES / 5e-3, **SLOW)
+    times = run(ranks(RESIDENT), alone(there_and_back(3, 6e-3)), hardware).times
+    # The first gather is waited for, alone. Beside the second and third something is computed that takes 9 ms instead
+    # of 6, of each of them 4.5 ms are done meanwhile, and half a millisecond is waited for.
+    assert times.compute_s == pytest.approx(6 * 6e-3 + 2 * 3e-3)
+    assert times.waiting_s == pytest.approx(5e-3 + 2 * 5e-4)
+    assert times.collective_s == pytest.approx(3 * 5e-3)
+    assert times.total_s == pytest.approx(42e-3 + 6e-3 + 3 * 1e-4)
+
+
+def test_a_reduction_that_is_hidden_costs_computing() -> None:
+    hardware = machine(reduce_scatter=2 * BLOCK_BYTES / 2e-3, **SLOW)
+    times = run(ranks(RESIDENT), alone(there_and_back(3, 6e-3)), hardware).times
+    # Two of them last 4 ms, in which 4 / 1.5 are computed; the last one is waited for.
+    assert times.compute_s == pytest.approx(6 * 6e-3 + 2 * (4e-3 - 4e-3 / 1.5))
+    assert times.waiting_s == pytest.approx(2e-3)
+
+
+def test_collectives_of_both_lanes_follow_each_other() -> None:
+    """Each chunk is gathered while the one before is computed with, and reduced beside the next."""
+    rates = {"all_gather": 2 * BLOCK_BYTES / 1e-3, "reduce_scatter": 2 * BLOCK_BYTES / 2e-3}
+    profile = alone(there_and_back(4, 20e-3))
+    times = run(ranks(SHARDED, count=4, blocks=2, depth=1), profile, machine(**rates, **SLOW)).times
+    plain = run(ranks(SHARDED, count=4, blocks=2, depth=1), profile, machine(**rates)).times
+    assert times.waiting_s == pytest.approx(plain.waiting_s)  # what is waited for has nothing beside it
+    hidden_s = plain.collective_s - plain.waiting_s
+    assert hidden_s > 8e-3
+    assert times.compute_s == pytest.approx(8 * 20e-3 + hidden_s * 2.0 * (1 - 1 / 1.5))
+
+
+def test_what_was_seen_in_steps_and_a_single_rank_take_no_longer() -> None:
+    random = Random(67)
+    num_alone = 0
+    for _ in range(200):
+        plan, profile, hardware = random_problem(random)
+        slower = replace(hardware, **SLOW)
+        assert run(plan, profile, slower, is_detailed=True) == run(plan, profile, hardware, is_detailed=True)
+        of_dry_run = run(plan, alone(profile), slower, is_detailed=True)
+        if plan.world_size == 1:
+            num_alone += 1
+            assert of_dry_run == run(plan, profile, hardware, is_detailed=True)
+    assert num_alone > 50
+
+
+def test_no_step_takes_less_or_more_than_collectives_can_explain() -> None:
+    random = Random(68)
+    num_longer = 0
+    for _ in range(300):
+        plan, profile, hardware = random_problem(random)
+        plain = run(plan, alone(profile), hardware).times
+        times = run(plan, alone(profile), replace(hardware, **SLOW)).times
+        assert times.waiting_s + times.compute_s + times.step_s == pytest.approx(times.total_s)
+        assert times.collective_s == plain.collective_s
+        most_s = 2.0 * (1 - 1 / 1.5) * times.collective_s  # all of them hidden
+        assert plain.compute_s <= times.compute_s <= plain.compute_s + most_s + 1e-12
+        assert times.total_s >= plain.total_s - 1e-12
+        assert times.total_s <= plain.total_s + most_s + times.collective_s + 1e-12
+        num_longer += times.total_s > plain.total_s
+    assert num_longer > 50
+
+
+def test_micro_batches_that_are_alike_take_as_much_longer() -> None:
+    hardware = machine(reduce_scatter=2 * BLOCK_BYTES / 2e-3, **SLOW)
+    plan, profile = ranks(RESIDENT), alone(there_and_back(3, 6e-3))
+    regime = replace(MIXED, num_backwards=3)
+    times = simulate_step(plan, profile, hardware, scheme_of(plan, regime)).times
+    assert times.compute_s == pytest.approx(3 * run(plan, profile, hardware).times.compute_s)
+
+
 # Properties
 
 
