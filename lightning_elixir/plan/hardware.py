@@ -121,9 +121,10 @@ class HardwareSpec:
     gpu_total_bytes: int | None = None
     """All memory of one device."""
     computing_slowdown: float = 1.0
-    """How many times as long computing takes while a collective runs beside it; 1: no longer, or not known."""
+    """How many times as long computing takes while a collective of the ranks of one node runs beside it; 1: no longer,
+    or not known."""
     collective_slowdown: float = 1.0
-    """How many times as long a collective takes while something is computed beside it; 1: no longer, or not known."""
+    """How many times as long such a collective takes while something is computed beside it; 1: likewise."""
 
     @property
     def slowdowns(self) -> tuple[float, float] | None:

@@ -96,7 +96,4 @@ def on_nodes(node: HardwareSpec, num_nodes: int, network: Network) -> HardwareSp
         node_all_gather=node.all_gather if size > 1 else None,
         node_reduce_scatter=node.reduce_scatter if size > 1 else None,
         across_mean=curve(lambda nbytes: 2 * sent_s(nbytes)),
-        # Of a collective that waits for the network most of the time, that is not known.
-        computing_slowdown=1.0,
-        collective_slowdown=1.0,
     )

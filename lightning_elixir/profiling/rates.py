@@ -91,9 +91,10 @@ class Workbench:
         if self._comm.world_size > 1:
             self._near.zero_()
             figures["all_gather"], figures["reduce_scatter"] = self._collectives(self._comm)
-            if not self._device.is_synchronous:
-                figures |= self.measure_slowdowns()
-            figures |= self._links()
+            links = self._links()
+            if not links and not self._device.is_synchronous:
+                links = self.measure_slowdowns(self._comm)
+            figures |= links
         return figures
 
     def _collectives(self, comm: Comm) -> tuple[BandwidthCurve, BandwidthCurve]:
@@ -113,6 +114,8 @@ class Workbench:
         found: dict[str, Any] = {"num_nodes": mesh.copies}
         if size > 1:
             found["node_all_gather"], found["node_reduce_scatter"] = self._collectives(node)
+            if not self._device.is_synchronous:
+                found |= self.measure_slowdowns(node)
         across.connect(self._near.numel() // 2)
         found["across_mean"] = self._curve(partial(self._mean, across), world)
         node.close()
@@ -201,19 +204,18 @@ class Workbench:
 
         return work
 
-    def measure_slowdowns(self) -> dict[str, float]:
+    def measure_slowdowns(self, comm: Comm) -> dict[str, float]:
         """How many times as long computing takes beside collectives, and these beside computing, by field name: the
-        mean of what gathers and reductions show. Of several ranks whose device does several things at once.
+        mean of what gathers and reductions show, all groups at once. Of several ranks whose device does several things
+        at once.
 
         How often each is done is agreed: a rank that had other counts would leave its peers waiting.
         """
-        product, nbytes = (
-            self._product_beside(),
-            self._half // (2 * self._comm.world_size) * (2 * self._comm.world_size),
-        )
+        unit = 2 * comm.world_size  # whole 16-bit elements in each slice
+        product, nbytes = self._product_beside(), self._half // unit * unit
         num_products = _times_in(_BESIDE * self._watch.limit_s, self._watch.seconds(product))
         found: list[tuple[float, float]] = []
-        for collective in (self._gather(self._comm, nbytes), self._reduce(self._comm, nbytes)):
+        for collective in (self._gather(comm, nbytes), self._reduce(comm, nbytes)):
             span_s = _OUTLASTING * self._watch.side_by_side_seconds(collective, 0, product, num_products)[0]
             num = _times_in(span_s, self._watch.seconds(collective))
             rounds: list[tuple[float, float]] = []

@@ -94,7 +94,7 @@ NODE = replace(
 
 def test_figures_of_several_nodes() -> None:
     spec, size = on_nodes(replace(NODE, computing_slowdown=1.3), 2, Network(10 * GB, 1e-5)), 2**28
-    assert spec.slowdowns is None  # of collectives over a network that is not known
+    assert spec.slowdowns == (1.3, 1.0)
     assert (spec.world_size, spec.num_nodes) == (8, 2)
     assert spec.node_all_gather == NODE.all_gather
     # What comes from the other node: half, by four ranks together.

@@ -369,7 +369,7 @@ def measured_side_by_side() -> tuple[dict[str, float], list[tuple[int, int]]]:
     comm = make_comm(None, device.torch_device)
     try:
         watch = CountingWatch(comm)
-        return Workbench(device, comm, watch, 4 * MIB, 2).measure_slowdowns(), watch.counts
+        return Workbench(device, comm, watch, 4 * MIB, 2).measure_slowdowns(comm), watch.counts
     finally:
         comm.close()
 

@@ -89,11 +89,16 @@ class Clocks:
                 self._collectives_s = max(0.0, self._collectives_s - (until_s - self.now_s))
             self.now_s = until_s
 
-    def communicate(self, seconds: float) -> None:
-        """A collective is issued that takes so long alone."""
+    def communicate(self, seconds: float, beside_s: float) -> None:
+        """A collective is issued.
+
+        Args:
+            seconds: That it takes alone.
+            beside_s: Of that, what takes from computing.
+        """
         self.busy.collective_s += seconds
         if self._slowdowns is not None:
-            self._collectives_s += seconds
+            self._collectives_s += beside_s
 
     def advance(self, seconds: float) -> None:
         """Something is computed that takes so long alone; the record is not told."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 
-from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
 from lightning_elixir.plan.memory import Scheme, has_params_on_nvme, is_on_nvme, uses_nvme
 from lightning_elixir.plan.mesh import AXES
 from lightning_elixir.plan.stream_buffers import SLOT_BYTES
@@ -36,6 +36,7 @@ class FetchCosts:
 
     upload_s: float
     gather_s: float
+    gather_beside_s: float
     refresh_s: float
     is_gathered: bool
     host_bytes: int
@@ -49,6 +50,7 @@ class ChunkCosts:
     fetch: FetchCosts
     fetch_outdated: FetchCosts
     reduce_s: float
+    reduce_beside_s: float
     download_s: float
     update_s: float
     nvme_s: tuple[float, float]
@@ -82,6 +84,7 @@ class Costs:
             fetch=self._fetch(chunk, is_outdated=False),
             fetch_outdated=self._fetch(chunk, is_outdated=True),
             reduce_s=self.reduce_s(chunk),
+            reduce_beside_s=self.beside_s(chunk, self.reduce_s(chunk), self.hardware.node_reduce_scatter),
             download_s=self.download_s(chunk),
             update_s=self.update_s(chunk),
             nvme_s=self.nvme_s(chunk),
@@ -99,9 +102,11 @@ class Costs:
 
     def _fetch(self, chunk: ChunkSpec, *, is_outdated: bool) -> FetchCosts:
         upload_s, is_gathered = self.upload_s(chunk, is_outdated=is_outdated), self.is_gathered(chunk, is_outdated)
+        gather_s = self.gather_s(chunk, is_outdated=is_outdated)
         return FetchCosts(
             upload_s=upload_s,
-            gather_s=self.gather_s(chunk, is_outdated=is_outdated),
+            gather_s=gather_s,
+            gather_beside_s=self.beside_s(chunk, gather_s, self.hardware.node_all_gather),
             refresh_s=self.refresh_s(chunk, is_outdated=is_outdated),
             is_gathered=is_gathered,
             host_bytes=chunk.nbytes // (self.scheme.num_sharing(chunk) if is_gathered else 1) if upload_s else 0,
@@ -153,6 +158,19 @@ class Costs:
         hardware, num_sharing, is_near = self.hardware, self.scheme.num_sharing(chunk), chunk.axes in self._axes_near
         within_s = hardware.reduce_s(chunk.nbytes, num_sharing, is_within_node=is_near)
         return within_s + hardware.mean_across_s(chunk.nbytes // num_sharing, self.scheme.num_copies)
+
+    def beside_s(self, chunk: ChunkSpec, seconds: float, within_node: BandwidthCurve | None) -> float:
+        """What of a collective takes from computing, and computing from it: as long as it would take within a node. The
+        rest of one over several nodes waits for the network.
+
+        Args:
+            chunk: Whose.
+            seconds: That it takes.
+            within_node: Of such collectives there.
+        """
+        if self.hardware.num_nodes == 1:
+            return seconds
+        return 0.0 if within_node is None else min(seconds, within_node.seconds(chunk.nbytes))
 
     def download_s(self, chunk: ChunkSpec) -> float:
         """Reduced gradients on their way to the host."""

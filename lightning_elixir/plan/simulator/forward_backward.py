@@ -68,7 +68,7 @@ class ForwardBackward:
         for chunk_id, spread_s in self._spread:
             end_s = clocks.fetch.work(clocks.now_s, spread_s)
             self._spread_ready[chunk_id] = end_s - clocks.late_s
-            clocks.communicate(spread_s)
+            clocks.communicate(spread_s, self._costs[chunk_id].fetch_outdated.gather_beside_s)
             clocks.record.span("collective", end_s - spread_s, end_s, f"gather {chunk_id}")
 
     def micro_batch(self) -> float:
@@ -196,7 +196,7 @@ class ForwardBackward:
             clocks.fetch.free_s = end_s
         busy.h2d_s += upload_s
         busy.d2h_s += fetch.refresh_s
-        clocks.communicate(fetch.gather_s)
+        clocks.communicate(fetch.gather_s, fetch.gather_beside_s)
         if clocks.record.is_detailed:
             clocks.record.span("h2d", start_s, uploaded_s, f"fetch {chunk_id}")
             clocks.record.span("collective", uploaded_s, uploaded_s + fetch.gather_s, f"gather {chunk_id}")
@@ -244,7 +244,7 @@ class ForwardBackward:
         if costs.grad_store_s:
             stored_s = clocks.use_disk(landed_s, costs.grad_store_s, "store gradients", chunk_id)
         clocks.busy.d2h_s += download_s
-        clocks.communicate(reduce_s)
+        clocks.communicate(reduce_s, costs.reduce_beside_s)
         if is_detailed:
             clocks.record.span("collective", start_s, reduced_s, f"reduce {chunk_id}")
             clocks.record.span("d2h", down_s, end_s, f"gradients {chunk_id}")

@@ -374,6 +374,22 @@ def test_collectives_of_both_lanes_follow_each_other() -> None:
     assert times.compute_s == pytest.approx(8 * 20e-3 + hidden_s * 2.0 * (1 - 1 / 1.5))
 
 
+def test_a_collective_that_waits_for_the_network_takes_no_more_from_computing() -> None:
+    rates = {"reduce_scatter": 2 * BLOCK_BYTES / 2e-3, **SLOW}
+    node = run(ranks(RESIDENT), alone(there_and_back(3, 6e-3)), machine(**rates)).times
+    slow = replace(
+        machine(**{**rates, "reduce_scatter": 2 * BLOCK_BYTES / 5e-3}),
+        world_size=2,
+        num_nodes=2,
+        node_reduce_scatter=machine(**rates).reduce_scatter,
+    )
+    across = run(ranks(RESIDENT), alone(there_and_back(3, 6e-3)), slow).times
+    assert across.compute_s == pytest.approx(node.compute_s)
+    assert across.waiting_s == pytest.approx(5e-3)  # the last one
+    unknown = replace(slow, node_reduce_scatter=None)
+    assert run(ranks(RESIDENT), alone(there_and_back(3, 6e-3)), unknown).times.compute_s == pytest.approx(36e-3)
+
+
 def test_what_was_seen_in_steps_and_a_single_rank_take_no_longer() -> None:
     random = Random(67)
     num_alone = 0
