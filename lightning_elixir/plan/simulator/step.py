@@ -109,7 +109,7 @@ class _Steps:
         self._clocks = Clocks(
             record,
             nvme_buffers(scheme.state_bytes(c) for c in beside if is_on_nvme(c))[0],
-            hardware.slowdowns if profile.is_alone and plan.world_size > 1 else None,
+            hardware.slowdowns if profile.is_alone else None,
         )
         self._updates = Updates(
             plan,

@@ -362,6 +362,14 @@ def test_a_reduction_that_is_hidden_costs_computing() -> None:
     assert times.waiting_s == pytest.approx(2e-3)
 
 
+def test_reductions_that_queue_become_later_by_what_is_computed_beside_them() -> None:
+    hardware = machine(reduce_scatter=2 * BLOCK_BYTES / 8e-3, **SLOW)
+    times = run(ranks(RESIDENT, count=4), alone(there_and_back(4, 6e-3)), hardware).times
+    # Beside each of the first three 9 ms are computed, in which 4.5 of its 8 ms are done; then its block is waited for.
+    assert times.compute_s == pytest.approx(5 * 6e-3 + 3 * 9e-3)
+    assert times.waiting_s == pytest.approx(3 * 3.5e-3 + 8e-3)
+
+
 def test_collectives_of_both_lanes_follow_each_other() -> None:
     """Each chunk is gathered while the one before is computed with, and reduced beside the next."""
     rates = {"all_gather": 2 * BLOCK_BYTES / 1e-3, "reduce_scatter": 2 * BLOCK_BYTES / 2e-3}
