@@ -6,7 +6,9 @@ over small parameters of its own: the module's parameters, which may be anywhere
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -35,10 +37,17 @@ def norm_formula(module: nn.Module) -> tuple[NormKind, float] | None:
     if isinstance(module, nn.RMSNorm) or set(module._parameters) != {"weight"} or weight is None or weight.dim() != 1:
         return None
     eps = next((vars(module)[name] for name in _EPS if isinstance(vars(module).get(name), float)), None)
-    if eps is None or module._buffers or module._modules:
+    if eps is None or module._buffers or module._modules or not _takes_one(type(module).forward):
         return None
     found = [kind for kind in get_args(NormKind) if _is_norm(module, kind, eps)]
     return (found[0], eps) if found else None
+
+
+def _takes_one(forward: Callable[..., Any]) -> bool:
+    """Whether a forward has the input as its only argument. With another one, such as the gate of gated norms, it
+    computes something else, even if that may be left out."""
+    _, *taken = inspect.signature(forward).parameters.values()
+    return sum(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in taken) <= 1
 
 
 def _is_norm(module: nn.Module, kind: NormKind, eps: float) -> bool:

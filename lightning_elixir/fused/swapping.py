@@ -216,18 +216,19 @@ def _swap_loss(model: Any, swapped: Swapped) -> None:
 
 def _norm_forward(own: Callable[..., Any], kind: NormKind, eps: float) -> Callable[..., Any]:
     @functools.wraps(own)
-    def forward(self: Any, x: Tensor) -> Any:
-        is_usual = is_plain(x) and not torch.compiler.is_compiling()
-        return rms_norm(x, self.weight, eps, kind) if is_usual else own(self, x)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_usual = len(args) == 1 and not kwargs and is_plain(*args) and not torch.compiler.is_compiling()
+        return rms_norm(args[0], self.weight, eps, kind) if is_usual else own(self, *args, **kwargs)
 
     return own_forward(forward)
 
 
 def _gated_forward(own: Callable[..., Any], kind: Gate) -> Callable[..., Any]:
     @functools.wraps(own)
-    def forward(self: Any, x: Tensor) -> Any:
-        if torch.compiler.is_compiling():
-            return own(self, x)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or torch.compiler.is_compiling():
+            return own(self, *args, **kwargs)
+        (x,) = args
         gate, up = self.gate_proj(x), self.up_proj(x)
         is_usual = is_plain(gate, up)
         return self.down_proj(gated_product(gate, up, kind) if is_usual else self.act_fn(gate) * up)

@@ -243,6 +243,32 @@ class OtherRMSNorm(nn.Module):
         return self.weight * x / (x.norm() + self.eps)
 
 
+class GatedRMSNorm(nn.Module):
+    """As in transformers' Bamba, Zamba 2 and Granite 4: an RMS norm where it is given no gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        wide = x.float() if gate is None else x.float() * nn.functional.silu(gate.float())
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def test_norms_that_take_a_gate_stay_as_they_are() -> None:
+    assert not fuse(GatedRMSNorm(), "auto", CPU).counts
+
+
+def test_inputs_that_come_by_name_are_left_to_the_model() -> None:
+    model, plain = make_lm("llama"), make_lm("llama")
+    fuse(model, True, CPU)
+    x = torch.randn(2, 3, 32)
+    for name, argument in (("model.norm", "hidden_states"), ("model.layers.0.mlp", "x")):
+        ours, theirs = (m.get_submodule(name) for m in (model, plain))
+        assert torch.equal(ours(**{argument: x}), theirs(**{argument: x}))
+
+
 class CutOffMLP(nn.Module):
     """As in transformers' deepseek_v4: values beyond a limit, which few tokens reach, are cut off."""
 
