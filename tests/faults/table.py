@@ -381,13 +381,13 @@ _PLAN = (
         "A plan promises to fit into host memory, and takes two bytes a parameter more.",
     ),
     Fault(
-        "prefetch_at_every_fetch",
+        "ranks_prefetch_at_misses_alone",
         "plan",
         "silent",
         "plan/simulator/rcache_script.py",
-        "if is_alone or (bool(shared) if plan.is_storage_distributed else any(i in outdated for i in shared)):",
-        "if is_alone or shared:",
-        "With whole shards on every rank, predictions count prefetches that ranks cannot agree on.",
+        "candidates = rcache.proposals(held, is_meeting=is_meeting)",
+        "candidates = rcache.proposals(held, is_meeting=is_meeting) if is_meeting else ()",
+        "Predictions of several ranks have the device wait for chunks that were fetched ahead.",
     ),
     Fault(
         "many_moments_of_a_step",
