@@ -72,6 +72,7 @@ class RCache:
         self._suspected: int | None = None  # where the trace goes on if the last, unexpected access was a leap
         # What `_needed_after` has found last, and for which position: while nothing comes, goes, or is used or dropped.
         self._after: tuple[int, list[tuple[int, int]]] | None = None
+        self._proposed: tuple[int, ...] = ()  # to other ranks, last
         self._settled_until = 0  # before this position there is nothing to prefetch, unless something goes
         self._there_until = 0  # what the trace uses before this position is resident
         self._absent = -1  # what it uses there, and is not; -1: that is not known
@@ -147,7 +148,7 @@ class RCache:
         self._suspected = self._after = None
         self._settled_until = self._there_until = self._full_until = 0
         self._absent = -1
-        self._proposed: tuple[int, ...] = ()
+        self._proposed = ()
 
     def acquire(self, ids: Iterable[int], *, pin: bool, held: Container[int] = (), is_traced: bool = True) -> Decision:
         """Make `ids` resident.
