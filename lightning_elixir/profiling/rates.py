@@ -231,12 +231,7 @@ class Workbench:
     def _product_beside(self) -> Callable[[], None]:
         """A product of large matrices, in the last quarter of the memory, where no collective writes."""
         size = max(n for n in _MATRIX_SIZES if n == _MATRIX_SIZES[0] or 6 * n * n <= self._near.numel() // 4)
-        generator = torch.Generator(self._device.torch_device).manual_seed(0)  # the user's stays as it is
-        matrices = self._near[-6 * size * size :].view(torch.bfloat16).view(3, size, size)
-        left, right, product = matrices.unbind()
-        left.normal_(generator=generator)  # zeros would be faster: they need less power
-        right.normal_(generator=generator)
-        return partial(_multiply, left, right, product)
+        return _product_in(self._near[-6 * size * size :].view(torch.bfloat16), size)
 
     def _mean(self, comm: Comm, nbytes: int) -> Callable[[], None]:
         flat = self._near[:nbytes].view(torch.bfloat16)
@@ -323,15 +318,11 @@ class Workbench:
     def _fastest_product(self, dtype: torch.dtype) -> tuple[Callable[[], None], float, float]:
         """The best over growing square matrices, up to what fits in memory and time: it, its operations and seconds."""
         found: list[tuple[Callable[[], None], float, float]] = []
-        generator = torch.Generator(self._device.torch_device).manual_seed(0)  # the user's stays as it is
         for size in _MATRIX_SIZES:
             needed = 3 * size * size * dtype.itemsize
             if needed > self._near.numel():
                 break
-            left, right, product = self._near[:needed].view(dtype).view(3, size, size).unbind()
-            left.normal_(generator=generator)  # zeros would be faster: they need less power
-            right.normal_(generator=generator)
-            work = partial(_multiply, left, right, product)
+            work = _product_in(self._near[:needed].view(dtype), size)
             found.append((work, 2.0 * size**3, self._watch.seconds(work)))
             if _GROWTH**3 * found[-1][2] > self._watch.limit_s:
                 break
@@ -382,6 +373,15 @@ def _times_in(span_s: float, once_s: float) -> int:
 
 def _run_both(runner: UpdateRunner, streamed: list[FlatUpdate], on_host: list[FlatUpdate]) -> None:
     runner.run((), streamed, on_host)
+
+
+def _product_in(memory: Tensor, size: int) -> Callable[[], None]:
+    """A product of square matrices that lie in this memory, 1-D, `[3 * size * size]`."""
+    generator = torch.Generator(memory.device).manual_seed(0)  # the user's stays as it is
+    left, right, product = memory.view(3, size, size).unbind()
+    for factor in (left, right):
+        factor.normal_(generator=generator)  # zeros would be faster: they need less power
+    return partial(_multiply, left, right, product)
 
 
 def _multiply(left: Tensor, right: Tensor, product: Tensor) -> None:

@@ -156,13 +156,12 @@ class Space:
         return tuple(sorted({0.0, balanced / 2, balanced, (balanced + apart) / 2, apart, (1 + apart) / 2, 1.0}))
 
     def _shares_near(self, at: Choice, step: int) -> list[float]:
-        """Those with which so many chunks more are streamed, or fewer. The step is a jagged function of that number:
-        streamed chunks lie between others, and what is needed first should not be one that ends late."""
+        """Those with which so many chunks more are streamed, or fewer, where updates can be. Chunk by chunk, since one
+        too many has the stream end late by all that it takes for a chunk, and one too few the host."""
         sites = self._sites(at)
         count = sum(sites[i].optim_tier is Tier.CPU for i in self.trainable)
         streamed = sum(site.is_update_streamed for site in sites)
-        numbers = (streamed + step, streamed - step) if self.problem.regime.can_stream else ()
-        return [round(number / count, 4) for number in numbers if 0 < number <= count]
+        return [round(n / count, 4) for n in (streamed + step, streamed - step) if 0 < n <= count]
 
     def _balanced_share(self) -> float:
         """Both the host and the stream end at the same time."""
