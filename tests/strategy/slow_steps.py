@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_elixir.strategy import ElixirStrategy
@@ -21,6 +22,8 @@ class SlowNet(Net):
     """Each of its micro-batches takes that long, or more."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch[0].is_cuda:
+            torch.cuda.synchronize()  # what is measured begins when the device has done what came before
         time.sleep(SLOW_S)
         return super().training_step(batch, batch_idx)
 
