@@ -98,6 +98,8 @@ def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
     if not found:
         raise min((one.refusal() for one in searches), key=distance)
     outcome, one = _of_sizes(found, is_time_guessed=problem.is_time_guessed)
+    if not problem.is_time_guessed and one is not found[0][1]:  # it began where the others ended, and nowhere else
+        outcome = min((outcome, one.best(None) or outcome), key=rank)
     outcome = one.refined(outcome)
     if tried and not one.is_least(outcome):
         outcome, one, tried = _with_fates_of_its_own(candidates, (outcome, one, tried), found, make)
@@ -131,7 +133,8 @@ def _of_each_size(
     searches = [make(c) for c in different.values()]
     found: list[tuple[Outcome, _LayoutSearch]] = []
     for one in searches:
-        outcome = one.best(found[0][1].relative(found[0][0].choice) if found else None)
+        seed = min(found, key=lambda pair: pair[0].felt_s) if found else None
+        outcome = one.best(None if seed is None else seed[1].relative(seed[0].choice))
         if outcome is None:
             continue
         found.append((outcome, one))
@@ -205,17 +208,18 @@ def _with_fates(candidates: Sequence[Candidate], tried: Sequence[FatesTried]) ->
 def _of_sizes(
     found: Sequence[tuple[Outcome, _LayoutSearch]], *, is_time_guessed: bool
 ) -> tuple[Outcome, _LayoutSearch]:
-    """Which chunk size to take, from the best placement with each: the fastest. Where times are guessed, the middle one
-    (of two, the larger) of those that may be: what a step really takes decides between them, and the smallest chunks
-    then may give the host too much to do, the largest leave too little choice."""
+    """Which chunk size to take, from the best placement with each: the fastest. Where times are guessed, the smallest
+    of those that may be, but the very smallest of all: what a step really takes decides between them. Small chunks fill
+    memory and share out updates more evenly, the smallest give the host the most to do."""
     least_s = min(outcome.felt_s for outcome, _ in found) * (1 + 1e-9)
     best = next(pair for pair in found if pair[0].felt_s <= least_s)
     if found[-1][1].is_least(found[-1][0]):  # the search ends there
         return found[-1]
     if not is_time_guessed:
         return best
-    close = [pair for pair in found if pair[0].felt_s <= least_s * (1 + _GUESS_ERROR)]
-    return sorted(close, key=lambda pair: pair[1].layout.block_bytes)[len(close) // 2]
+    by_size = sorted(found, key=lambda pair: pair[1].layout.block_bytes)
+    close = [pair for pair in by_size if pair[0].felt_s <= least_s * (1 + _GUESS_ERROR)]
+    return next((pair for pair in close if pair is not by_size[0]), close[0])
 
 
 def distance(refusal: CapacityError) -> tuple[bool, int]:
@@ -468,10 +472,14 @@ class _LayoutSearch(Space):
             yield full
             yield replace(full, kept=self._most_kept(full))
         if self.is_shared:
-            for rest in (False, True):
-                for quarter in range(5):
-                    sharded = self.num_trainable * quarter // 4
-                    yield Choice(sharded=sharded, is_rest_on_gpu=rest, streamed_share=share, depth=depth)
+            yield from self._sharded_starts(share, depth)
+
+    def _sharded_starts(self, share: float, depth: int) -> Iterator[Choice]:
+        for is_rest_on_gpu in (False, True):
+            base = Choice(is_rest_on_gpu=is_rest_on_gpu, streamed_share=share, depth=depth)
+            most = self._most_sharded(base)
+            for sharded in dict.fromkeys(most * quarter // 4 for quarter in range(5)):
+                yield replace(base, sharded=sharded)
 
     def _neighbours(self, at: Choice, step: int) -> Iterator[Choice]:
         total = len(self.layout.packed)
