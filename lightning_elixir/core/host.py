@@ -104,8 +104,10 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for folder, limit_name, usage_name, cache_key in _cgroup_folders(root):
         limit = _read_number(folder / limit_name)
+        if limit is None or limit >= _NO_LIMIT_BYTES:
+            continue
         usage = _read_number(folder / usage_name)
-        if limit is not None and usage is not None and limit < _NO_LIMIT_BYTES:
+        if usage is not None:
             found.append((limit, max(0, usage - _reclaimable(folder / "memory.stat", cache_key))))
     return found
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -62,6 +63,9 @@ _NICENESS = 10
 # when it is needed.
 _LEAST_FREE_BYTES = 2 * 2**30
 _MOST_RANKS_OF_A_HOST = 16
+# So much is made, and so long, until the threads look again how much is free: a look takes 0.2 ms, small pieces less.
+_LOOK_EVERY_BYTES = 32 * 2**20
+_LOOK_EVERY_S = 0.05
 
 
 def bytes_of(extents: Iterable[Extent]) -> int:
@@ -95,6 +99,10 @@ class HostMemory:
         self._pieces: defaultdict[_Size, list[_Piece]] = defaultdict(list)
         self._freeing: list[Task] = []
         self._kept: defaultdict[_Size, list[Tensor]] = defaultdict(list)
+        self._unseen_bytes = 0
+        """What threads have made since they last saw enough free memory."""
+        self._seen_until_s = 0.0
+        """On the monotonic clock, when they look again."""
 
     def prepare(self, extents: Iterable[Extent]) -> None:
         """Have such tensors made by threads, in this order, for `zeros` to come; while little memory is free, none."""
@@ -175,9 +183,19 @@ class HostMemory:
         kept = self._taken_of_kept(extent.size)
         if kept is not None:
             return _Made(kept, was_kept=True)
-        if available_host_bytes() < bytes_of([extent]) + self._least_free_bytes:
+        if not self._has_room_for(bytes_of([extent])):
             return _Made(None)
         return _Made(self._device.host_zeros(extent.numel, extent.dtype, is_locked=False))
+
+    def _has_room_for(self, nbytes: int) -> bool:
+        """Whether so much may be made ahead; looks for itself unless a look was enough for that a moment ago."""
+        now_s = time.monotonic()
+        self._unseen_bytes += nbytes
+        if self._unseen_bytes > _LOOK_EVERY_BYTES or now_s >= self._seen_until_s:
+            has_room = available_host_bytes() >= nbytes + self._least_free_bytes
+            self._unseen_bytes, self._seen_until_s = nbytes, now_s + _LOOK_EVERY_S if has_room else 0.0
+            return has_room
+        return True
 
     def _taken_of_kept(self, size: _Size) -> Tensor | None:
         with self._lock:

@@ -200,6 +200,22 @@ def test_the_last_of_the_host_is_left(memory: HostMemory, device: Device, monkey
     assert memory.bytes_ahead() == 4000
 
 
+@pytest.mark.parametrize(
+    ("every_bytes", "every_s", "least", "most"), [(2**30, 1e9, 1, 2), (0, 1e9, 8, 8), (2**30, 0.0, 8, 8)]
+)
+def test_a_look_is_enough_for_what_is_made_soon_after(
+    memory: HostMemory, monkeypatch: pytest.MonkeyPatch, every_bytes: int, every_s: float, least: int, most: int
+) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: looks.append(1) or 2**40)
+    monkeypatch.setattr(host_memory, "_LOOK_EVERY_BYTES", every_bytes)
+    monkeypatch.setattr(host_memory, "_LOOK_EVERY_S", every_s)
+    memory.prepare([FLOATS] * 8)
+    memory._worker.wait()
+    assert memory.bytes_ahead() == 8 * 4000
+    assert least <= len(looks) <= most  # two threads may look at once
+
+
 def test_what_was_prepared_gives_way_to_what_is_asked_for(
     memory: HostMemory, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
