@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import os
@@ -23,6 +24,8 @@ from lightning_elixir.runtime.hooks import innermost_pack
 from tests.helpers import processes
 from tests.helpers.dist import stop_workers
 from tests.helpers.seeds import seed_torch
+
+atexit.register(gc.unfreeze)  # libraries look at their end for what is left; pytest collects five times before that
 
 # Importing all tests makes little garbage; looking for it took a sixth of that time.
 gc.disable()
@@ -64,8 +67,15 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()
     stop_workers()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _keep_collections_short() -> None:
+    """What the files before have left to stay, as modules that were imported and models that are computed once, need
+    not be looked through again and again either: a run whose step is repeated collects several times."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
