@@ -92,6 +92,8 @@ COLLECTIVES = re.compile(
     r"(all_reduce|all_gather|reduce|reduce_scatter|broadcast|scatter|gather|all_to_all)(_\w+)?"
     r"|i?send(_\w+)?|i?recv(_\w+)?|(monitored_)?barrier|batch_isend_irecv"
 )
+IMPORTS_A_TEST = re.compile(r"^\s*(?:from|import)\s[^\n(]*(?:\([^)]*)?\btest_", re.MULTILINE)
+"""What `_uses_tests` finds, and perhaps more."""
 
 Module = tuple[str, ast.Module]
 
@@ -103,13 +105,19 @@ def _modules(folder: Path = PACKAGE) -> tuple[Module, ...]:
     return tuple((path.relative_to(folder).as_posix(), ast.parse(path.read_text(), str(path))) for path in paths)
 
 
+@functools.cache
+def _nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Of the whole tree, which nearly every rule here looks through."""
+    return tuple(ast.walk(tree))
+
+
 def _room(name: str) -> str:
     return name.partition("/")[0].removesuffix(".py")
 
 
 def _imported(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Dotted names of all imported modules and members, also of imports inside functions, with their lines."""
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -143,12 +151,12 @@ def _found(look: Callable[[ast.Module], Iterator[int]], *allowed: str, modules: 
 
 def _uses_cuda(tree: ast.Module) -> Iterator[int]:
     yield from (line for name, line in _imported(tree) if f"{name}.".startswith("torch.cuda."))
-    yield from (n.lineno for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _dotted(n) == "torch.cuda")
+    yield from (n.lineno for n in _nodes(tree) if isinstance(n, ast.Attribute) and _dotted(n) == "torch.cuda")
 
 
 def _uses_collectives(tree: ast.Module) -> Iterator[int]:
     aliases = {"torch.distributed"}
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Import):
             aliases |= {a.asname for a in node.names if a.name == "torch.distributed" and a.asname}
         elif isinstance(node, ast.ImportFrom) and node.module == "torch":
@@ -158,17 +166,17 @@ def _uses_collectives(tree: ast.Module) -> Iterator[int]:
         is_collective = head == "torch.distributed" and COLLECTIVES.fullmatch(member)
         if is_collective or name.startswith("torch.distributed._functional_collectives"):
             yield line
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Attribute) and COLLECTIVES.fullmatch(node.attr) and _dotted(node.value) in aliases:
             yield node.lineno
 
 
 def _uses_assert(tree: ast.Module) -> Iterator[int]:
-    yield from (node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert))
+    yield from (node.lineno for node in _nodes(tree) if isinstance(node, ast.Assert))
 
 
 def _uses_data_assignment(tree: ast.Module) -> Iterator[int]:
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets:
             for part in ast.walk(target) if target is not None else ():
@@ -185,7 +193,7 @@ def _uses_what_signals_break(tree: ast.Module) -> Iterator[int]:
         module, _, member = name.rpartition(".")
         if module in ("threading", "concurrent.futures") and member in WRITTEN_IN_PYTHON:
             yield line
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Attribute) and _dotted(node) in {f"threading.{each}" for each in WRITTEN_IN_PYTHON}:
             yield node.lineno
 
@@ -324,7 +332,11 @@ def test_every_note_is_in_the_index_with_its_owner() -> None:
 
 def test_tests_import_no_test_module() -> None:
     """What several of them share is in `tests/helpers`, or in a module of their folder that is no test."""
-    assert _found(_uses_tests, modules=_modules(Path(__file__).parent)) == []
+    texts = {path: path.read_text() for path in sorted(Path(__file__).parent.rglob("*.py"))}
+    # Parsing every test would take longer than all else here.
+    modules = [(str(path), ast.parse(text)) for path, text in texts.items() if IMPORTS_A_TEST.search(text)]
+    assert modules  # which have it in the text of a program that they start
+    assert _found(_uses_tests, modules=modules) == []
 
 
 @pytest.mark.parametrize(
@@ -347,10 +359,12 @@ def test_tests_import_no_test_module() -> None:
         (_uses_tests, "from tests.runtime import test_nvme as bodies"),
         (_uses_tests, "from tests.runtime.test_nvme import BF16"),
         (_uses_tests, "def f():\n    import tests.test_cli"),
+        (_uses_tests, "from tests.runtime import (\n    models,\n    test_nvme,\n)"),
     ],
 )
 def test_rule_finds_what_it_is_for(look: Callable[[ast.Module], Iterator[int]], source: str) -> None:
     assert _found(look, modules=[("example.py", ast.parse(source))])
+    assert look is not _uses_tests or IMPORTS_A_TEST.search(source)
 
 
 @pytest.mark.parametrize(
