@@ -87,7 +87,8 @@ CASES: dict[str, tuple[int, Case]] = {
     "both": (4, Compiled(tensor=2, expert=2, plan=TIGHT, micro_batches=2, clip_norm=0.3)),
     "both_by_module": (4, Compiled(tensor=2, expert=2, plan=TIGHT, how="module")),
     "both_by_forward": (4, Compiled(tensor=2, expert=2, plan=TIGHT, how="forward")),
-    "tensor": (2, Compiled(tensor=2, plan=TIGHT, options=DENSE)),
+    "tensor": (2, Compiled(tensor=2, plan=TIGHT, options=DENSE, micro_batches=2, clip_norm=0.3)),
+    "expert": (2, Compiled(expert=2, plan=TIGHT)),
     "tensor_as_a_whole": (2, Compiled(tensor=2, plan=TIGHT, options=DENSE, how="whole")),
     "tensor_in_parts": (2, InParts(tensor=2, plan=TIGHT, options=DENSE)),
     "tensor_checkpointed": (2, Compiled(tensor=2, plan=TIGHT, options={**DENSE, "is_checkpointed": True})),
@@ -112,7 +113,7 @@ def _without_wrappers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
 
 
-@pytest.mark.parametrize("name", telling(CASES, "both"))
+@pytest.mark.parametrize("name", telling(CASES, "tensor", "expert"))
 def test_as_without_the_compiler(name: str) -> None:
     world, case = CASES[name]
     uncompiled = type(case)(**{**vars(case), "how": "not"})

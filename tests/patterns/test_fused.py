@@ -85,7 +85,7 @@ def train_fused(case: Case) -> Any:
         return train_ranks(replace(case, is_fused=True), look)
 
 
-@pytest.mark.parametrize("name", telling(CASES, "expert_without_tokens", "both_accumulated_clipped"))
+@pytest.mark.parametrize("name", telling(CASES, "both_accumulated_clipped"))
 def test_equals_plain_modules_on_one_process(name: str) -> None:
     world, case = CASES[name]
     runs = run_ranks(train_fused, world, case)

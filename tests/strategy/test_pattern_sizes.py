@@ -93,7 +93,7 @@ def advised(
     ("bytes_per_s", "mesh", "is_fused"),
     [
         pytest.param(SLOW, Mesh(2, expert=2), False, id="slow"),
-        pytest.param(FAST, Mesh(2), False, id="fast"),
+        pytest.param(FAST, Mesh(2), False, id="fast", marks=pytest.mark.full),
         pytest.param(SLOW, Mesh(2, expert=2), True, id="slow_with_fused_operators", marks=pytest.mark.full),
     ],
 )
@@ -128,7 +128,7 @@ SHORT = {
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # the name that all versions have
-@pytest.mark.parametrize("case", telling(SHORT, "experts", "layers", "chunks-alone"))
+@pytest.mark.parametrize("case", telling(SHORT, "experts", "chunks-alone"))
 def test_little_memory_decides(case: str) -> None:
     kind, world, limit, mesh = SHORT[case]
     if mesh.expert > 1:
