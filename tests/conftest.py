@@ -62,7 +62,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     # What is there by now stays: runs that collect garbage, as many do, need not look through it each time.
     gc.enable()
-    gc.collect()
     gc.freeze()
 
 

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.helpers.processes import Process, start
+from tests.helpers.processes import Process, start, without_last_look
 
 # The first worker is there when torch and perhaps Lightning have been imported.
 _START_TIMEOUT_S = 120.0
@@ -363,7 +363,7 @@ def start_processes(code: str, world_size: int) -> list[Process]:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         environment = {**os.environ, **(group | place if world_size > 1 else {}), "OMP_NUM_THREADS": "1"}
         quiet = f"import warnings; warnings.simplefilter('ignore')\n{code}"
-        processes.append(start(quiet, environment, stderr=_STDERR))
+        processes.append(start(without_last_look(quiet), environment, stderr=_STDERR))
     return processes
 
 

@@ -94,6 +94,12 @@ def start(
     return _server().fork(request, [*redirected.values(), *pass_fds])
 
 
+def without_last_look(code: str) -> str:
+    """Code for `start` whose process does not go through all that was imported when it ends, which takes a second:
+    libraries may say then that it was left, so what it writes must not be looked at."""
+    return f"import atexit, gc; atexit.unregister(gc.unfreeze)\n{code}"
+
+
 def run(code: str, environment: Mapping[str, str] | None = None, timeout_s: float = 60.0) -> Ended:
     """As `start`, until it has ended; after so long it is killed."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
