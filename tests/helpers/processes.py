@@ -32,8 +32,6 @@ _SLOW_TO_IMPORT = {
     "torch": "torch",
     "lightning_elixir.strategy": "lightning_elixir",
     "transformers.models.gpt2.modeling_gpt2": "tests.helpers.zoo",
-    "torch._inductor.pattern_matcher": "tests.patterns.test_compiled",
-    "peft": "tests.helpers.pattern_fits",
     "tests.helpers.dist": "tests.helpers.dist",
 }
 _LENGTH = struct.Struct("!Q")
