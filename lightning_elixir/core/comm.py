@@ -821,10 +821,15 @@ class GroupComm:
             self._end_of_all(error)
 
     def _end_of_all(self, error: BaseException) -> None:
-        """This has been left: so are the others, and then this rank may end."""
+        """This has been left: so are the others, and then this rank may end. Where it goes on, nothing is waited for in
+        their places any more: what looks after them rests, however long the comms live."""
+        left = [(self._line, self._place)]
         for other in list(self._linked):
             other._leave(error)
+            left.append((other._line, other._place))
         self._roster.linger()
+        for line, place in left:
+            line.remove(place)
 
     def _leave(self, error: BaseException) -> bool:
         """Returns whether this was not left yet."""
@@ -832,7 +837,8 @@ class GroupComm:
             if self._loss is not None:
                 return False
             if isinstance(error, PeerLostError):
-                self._loss = error.with_traceback(None)
+                # Not this one: raised on, it would keep its frames, and these the model, for as long as this is kept.
+                self._loss = PeerLostError(str(error), ranks=error.ranks)
                 self._roster.tell(heard=str(error))
             else:
                 text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

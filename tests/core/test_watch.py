@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_elixir.core import comm as comm_module
-from lightning_elixir.core.comm import GroupComm, make_comm
+from lightning_elixir.core.comm import Comm, GroupComm, make_comm
 from lightning_elixir.core.peers import Process, Roster, Watch
+from lightning_elixir.errors import PeerLostError
 from tests.helpers import processes
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import full
@@ -116,6 +119,56 @@ def _seen_by_groups_of_one_name() -> list[bool]:
 
 def test_what_was_told_in_a_group_is_not_taken_for_the_next_ones() -> None:
     assert run_ranks(_seen_by_groups_of_one_name, 2) == [[False, True] * 2] * 2
+
+
+def _is_watching() -> bool:
+    return any(thread.name == "elixir-peers" for thread in threading.enumerate())
+
+
+class _Local:
+    """What a frame keeps."""
+
+
+def _hear(comm: Comm, other: Comm) -> weakref.ref[_Local]:
+    """As a fit does that fails: what ends it is told to all comms, and goes on. Gives what a frame that it has passed
+    had in it."""
+    local = _Local()
+
+    def run() -> None:
+        known = local
+        try:
+            comm.exchange([0])
+        except PeerLostError as error:
+            other.leave(error)
+            raise
+        del known
+
+    with pytest.raises(PeerLostError):
+        run()
+    return weakref.ref(local)
+
+
+def _left_and_opened_again() -> tuple[bool, bool, bool]:
+    comm, other = (make_comm(dist.group.WORLD, torch.device("cpu")) for _ in range(2))
+    is_kept = False
+    if dist.get_rank() == 0:
+        for one in (comm, other):
+            one.leave(ValueError("so"))
+    else:
+        local = _hear(comm, other)
+        gc.collect()
+        is_kept = local() is not None
+    _wait_for_end()  # although both live
+    comm.exchange([0])
+    is_again = _is_watching()
+    for one in (comm, other):
+        one.close()
+    _wait_for_end()
+    return is_kept, is_again, _is_watching()
+
+
+def test_what_was_left_is_not_looked_after_and_keeps_no_frames() -> None:
+    assert run_ranks(_left_and_opened_again, 2) == [(False, True, False)] * 2
 
 
 def test_a_process_of_which_nothing_can_be_told_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
