@@ -6,7 +6,9 @@ live in 16 bits beside an fp32 master. torch's words then speak of dtypes that t
 the error itself, so that it keeps its type, and code that catches it still does.
 
 They must be true. So parameters are named only where the failing call has them among its operands, as the source line
-tells, or where torch says that there is no 16-bit form and the function reads them. Anything else stays as it is.
+tells, or where torch says that there is no 16-bit form and the function reads them. Anything else stays as it is. With
+no fp32 master (`bf16-true`) 16 bits are what the user has chosen: named are parameters that an option has left in fp32
+(`keep_fp32`, `ignored`) and that meet 16 bits.
 
 What we do not do is to give a layer an fp32 copy of its 16 bits where it is called outside of autocast: it would run,
 with weights rounded to 16 bits where plain autocast has all of them, and nothing would tell.
@@ -18,7 +20,7 @@ import ast
 import linecache
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -45,26 +47,30 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1
 _MOST_SHOWN = 4
 
 
-def explain_dtype_clash(error: BaseException, chunks: Sequence[Chunk], module: nn.Module) -> None:
+def explain_dtype_clash(
+    error: BaseException, chunks: Sequence[Chunk], module: nn.Module, ignored: Collection[str], *, has_master: bool
+) -> None:
     """Add to an error what precision has to do with it, where that is known; other errors stay as they are.
 
     Args:
         error: With its traceback.
-        chunks: Of the engine in whose forward it came up, which has an fp32 master beside parameters of 16 bits.
+        chunks: Of the engine in whose forward it came up, which computes in 16 bits.
         module: The engine's.
+        ignored: Names of the parameters that the user has left out of the plan's chunks.
+        has_master: Whether parameters of 16 bits have a master in fp32.
     """
     if not isinstance(error, (RuntimeError, ValueError)) or isinstance(error, ElixirError):
         return
     if not error.args or not isinstance(error.args[0], str):
         return
     message = error.args[0]
-    is_told = "keep_fp32" in message
+    is_told = "This is about precision" in message
     if is_told or not _ABOUT_DTYPES.search(message) or not _HALF.search(message) or _OTHER_CAUSE.search(message):
         return
     try:
         # What is looked at here is not the user's doing.
         with torch._C.DisableTorchFunctionSubclass():
-            words = _words(message, error.__traceback__, _Parameters(chunks), module)
+            words = _words(message, error.__traceback__, _Parameters(chunks, module, ignored), module, has_master)
     except Exception:  # the user's own error is what counts
         log.debug("no more can be said about a clash of dtypes", exc_info=True)
         return
@@ -72,7 +78,9 @@ def explain_dtype_clash(error: BaseException, chunks: Sequence[Chunk], module: n
         error.args = (f"{message.rstrip('.')}. {words}", *error.args[1:])
 
 
-def _words(message: str, trace: TracebackType | None, managed: _Parameters, module: nn.Module) -> str | None:
+def _words(
+    message: str, trace: TracebackType | None, managed: _Parameters, module: nn.Module, has_master: bool
+) -> str | None:
     has_no_half_form = _NO_HALF_FORM.search(message) is not None
     frames: list[tuple[FrameType, int]] = []
     while trace is not None:
@@ -97,7 +105,7 @@ def _words(message: str, trace: TracebackType | None, managed: _Parameters, modu
     if is_half_of_two_kinds or not dtypes.isdisjoint((torch.float64, torch.complex64, torch.complex128)):
         return None  # plain autocast would not run with these either
     half = [name for name in found if managed.is_half(name)]
-    if half:
+    if half and has_master:
         dtype = managed.dtypes[half[0]]
         what = f"{_listed(half)} {'is' if len(half) == 1 else 'are'} in {dtype}"
         if is_operand:
@@ -107,29 +115,58 @@ def _words(message: str, trace: TracebackType | None, managed: _Parameters, modu
                 f"under mixed precision {what} here, so what is made from {'it' if len(half) == 1 else 'them'} may be"
             )
         return f"This is about precision: {says}. To keep float32: keep_fp32={_cure(half, module)}"
-    if found and not has_no_half_form and not dtypes.isdisjoint((torch.bfloat16, torch.float16)):
-        verbs = ("stays", "meets") if len(found) == 1 else ("stay", "meet")
-        return (
-            f"This is about precision: {_listed(found)} {verbs[0]} in float32 (keep_fp32), and {verbs[1]} 16 bits here:"
-            " pass float32 (`.float()`), or leave autocast on"
-        )
+    kept = [name for name in found if managed.dtypes[name] == "float32"]
+    if kept and not has_no_half_form and not dtypes.isdisjoint((torch.bfloat16, torch.float16)):
+        return f"This is about precision: {_of_kept(kept, half, managed, module, has_master)}"
     return None
 
 
+def _of_kept(
+    kept: Sequence[str], half: Sequence[str], managed: _Parameters, module: nn.Module, has_master: bool
+) -> str:
+    """What to say of parameters in fp32 that meet 16 bits.
+
+    Args:
+        kept: Their names.
+        half: Names of parameters in 16 bits that they meet.
+        managed: Knows them.
+        module: The engine's.
+        has_master: See `explain_dtype_clash`.
+    """
+    is_one = len(kept) == 1
+    option = " and ".join(dict.fromkeys("ignored" if name in managed.ignored else "keep_fp32" for name in kept))
+    says = f"{_listed(kept)} {'stays' if is_one else 'stay'} in float32 ({option}), and {'meets' if is_one else 'meet'}"
+    if half:
+        dtype = managed.dtypes[half[0]]
+        return (
+            f"{says} {_listed(half)} in {dtype} here. For one dtype: keep_fp32={_cure(half, module)} as well, or leave"
+            f" {_listed(kept)} out of {option}"
+        )
+    other = "leave autocast on" if has_master else f"leave {'it' if is_one else 'them'} out of {option}"
+    return f"{says} 16 bits here: pass float32 (`.float()`), or {other}"
+
+
 class _Parameters:
-    """Names and dtypes of what the chunks hold.
+    """Names and dtypes of what the chunks hold, and of frozen parameters that are in no chunk.
 
     Args:
         chunks: Of one engine.
+        module: The engine's.
+        ignored: Names of what is ignored.
     """
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self.dtypes = {m.fqn: c.spec.dtype for c in chunks for m in c.spec.members}
-        self._names = {id(p): m.fqn for c in chunks for p, m in zip(c.parameters, c.spec.members, strict=True)}
+    def __init__(self, chunks: Sequence[Chunk], module: nn.Module, ignored: Collection[str]) -> None:
+        self.ignored = ignored
+        beside = {name: p for name, p in module.named_parameters() if name in ignored}
+        self.dtypes = {name: str(p.dtype).removeprefix("torch.") for name, p in beside.items()}
+        self.dtypes |= {m.fqn: c.spec.dtype for c in chunks for m in c.spec.members}
+        self._names = {id(p): name for name, p in beside.items()}
+        self._names |= {id(p): m.fqn for c in chunks for p, m in zip(c.parameters, c.spec.members, strict=True)}
         self._by_storage = {c.storage_key: c for c in chunks}
 
     def is_half(self, name: str) -> bool:
-        return self.dtypes[name] in ("bfloat16", "float16")
+        """Whether the engine has it in 16 bits: what is ignored has the dtype that the user gave it."""
+        return self.dtypes[name] in ("bfloat16", "float16") and name not in self.ignored
 
     def names_in(self, values: Iterable[object]) -> list[str]:
         """Of the parameters among these, and of those that these are views of; each once."""

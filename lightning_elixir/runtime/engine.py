@@ -23,7 +23,7 @@ from lightning_elixir.patterns.cuts import cuts_of
 from lightning_elixir.patterns.placed import check_placed
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.rcache import RCache
-from lightning_elixir.plan.types import AccessTrace, Drop, Plan
+from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, Drop, Plan
 from lightning_elixir.runtime.activations import Activations
 from lightning_elixir.runtime.active_plan import ActivePlan
 from lightning_elixir.runtime.agreement import Meeting
@@ -502,8 +502,10 @@ class Engine:
     def tell_of(self, error: BaseException) -> None:
         """Have the other ranks raise what ends this one, which they may wait for. What the caller may get over is not
         told: the others wait until then. An error that is about precision says so from here on."""
-        if self.precision.master is not None:
-            explain_dtype_clash(error, self.chunks, self.module)
+        if DTYPE_BYTES[self.plan.compute_dtype] == 2:
+            ignored = {p.fqn for p in self.plan.ignored}
+            has_master = self.precision.master is not None
+            explain_dtype_clash(error, self.chunks, self.module, ignored, has_master=has_master)
         if isinstance(error, StorageError):
             self.comm.leave(error)
 

@@ -35,9 +35,13 @@ class Model(nn.Module):
         return self.run(self, h)
 
 
-def wrapped(run: Callable[[Any, Tensor], Tensor], **options: Any) -> ElixirModule:
+def wrapped(run: Callable[[Any, Tensor], Tensor], *, is_frozen: bool = False, **options: Any) -> ElixirModule:
+    """Frozen are all parameters but those of the first layer."""
     torch.manual_seed(0)
     model = Model(run)
+    if is_frozen:
+        model.requires_grad_(False)
+        model.body.requires_grad_(True)
     plan = make_plan(model, placement_policy="cpu", chunk_size=1024, gpu_bytes=20_000, compute_dtype=HALF)
     return ElixirModule(model, plan, dtype=HALF, **options)
 
@@ -142,6 +146,89 @@ def test_other_errors_are_left_alone(run: Callable[[Any, Tensor], Tensor]) -> No
 
 def _raise(error: Exception) -> Tensor:
     raise error
+
+
+def _is_kept(name: str, option: str) -> str:
+    return f"This is about precision: {name} stays in float32 ({option}), and meets "
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "told", "cured"),
+    [
+        (
+            lambda m, h: m.layers[0](h),
+            {"keep_fp32": ["layers.0.weight"]},
+            _is_kept("layers.0.weight", "keep_fp32") + "layers.0.bias in bfloat16 here. For one dtype: "
+            "keep_fp32=['layers.0.bias'] as well, or leave layers.0.weight out of keep_fp32",
+            {"keep_fp32": ["layers.0.weight", "layers.0.bias"]},
+        ),
+        (
+            lambda m, h: m.layers[0](h),
+            {"ignored": ["layers.0.weight"]},
+            _is_kept("layers.0.weight", "ignored") + "layers.0.bias in bfloat16 here. For one dtype: "
+            "keep_fp32=['layers.0.bias'] as well, or leave layers.0.weight out of ignored",
+            {"ignored": ["layers.0.weight"], "keep_fp32": ["layers.0.bias"]},
+        ),
+        (
+            lambda m, h: h @ m.matrix,
+            {"keep_fp32": ["matrix"]},
+            _is_kept("matrix", "keep_fp32") + "16 bits here: pass float32 (`.float()`), or leave it out of keep_fp32",
+            {},
+        ),
+        full(
+            lambda m, h: F.linear(h, m.layers[0].weight),
+            {"ignored": ["layers.0"]},
+            _is_kept("layers.0.weight", "ignored") + "16 bits here: pass float32 (`.float()`), or leave it out of"
+            " ignored",
+            {},
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_frozen", telling([False, True], "True"))
+def test_what_an_option_keeps_in_fp32_is_named_without_masters(
+    run: Callable[[Any, Tensor], Tensor], options: dict[str, Any], told: str, cured: dict[str, Any], is_frozen: bool
+) -> None:
+    def called(model: Any, h: Tensor) -> Tensor:
+        return run(model, h)
+
+    module = wrapped(called, is_frozen=is_frozen, master_weights=False, **options)
+    with pytest.raises(RuntimeError) as caught:
+        module(torch.randn(8, 8))
+    assert "dtype" in str(caught.value)
+    assert str(caught.value).endswith(told)
+    module.close()
+    module = wrapped(called, is_frozen=is_frozen, master_weights=False, **cured)
+    module(torch.randn(8, 8)).sum().backward()
+    module.close()
+
+
+def test_with_masters_and_no_autocast_what_is_ignored_is_named_so() -> None:
+    module = wrapped(lambda m, h: h @ m.matrix, is_frozen=True, ignored=["matrix"])
+    with pytest.raises(RuntimeError) as caught:
+        module(torch.randn(8, 8))
+    assert str(caught.value).endswith(
+        _is_kept("matrix", "ignored") + "16 bits here: pass float32 (`.float()`), or leave autocast on"
+    )
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_is_ignored_has_the_users_own_dtype(is_frozen: bool) -> None:
+    model = Model(lambda m, h: h.float() @ m.matrix)
+    model.matrix = nn.Parameter(torch.eye(8, dtype=HALF), requires_grad=not is_frozen)
+    plan = make_plan(model, placement_policy="cpu", chunk_size=1024, gpu_bytes=20_000, compute_dtype=HALF)
+    module = ElixirModule(model, plan, dtype=HALF, ignored=["matrix"])
+    with pytest.raises(RuntimeError) as caught:
+        module(torch.randn(8, 8))
+    assert "This is about precision" not in str(caught.value)
+    module.close()
+
+
+@pytest.mark.parametrize("options", [{"keep_fp32": ["matrix"]}, {"ignored": ["matrix"]}])
+def test_kept_parameters_that_have_no_part_in_it_are_not_named(options: dict[str, Any]) -> None:
+    module = wrapped(lambda m, h: m.layers[0](h.float()), master_weights=False, **options)
+    with pytest.raises(RuntimeError) as caught:
+        module(torch.randn(8, 8))
+    assert "This is about precision" not in str(caught.value)
 
 
 def test_without_masters_everything_is_in_16_bits_by_wish() -> None:
