@@ -687,6 +687,8 @@ class GroupComm:
             raise
         finally:
             self._line.end(wait)
+            if self._loss is not None:  # left while this was waited for
+                self._line.remove(place)
 
     def _explain(self, wait: Wait, error: BaseException) -> None:
         """Waiting has ended by an error: if the ranks wait for each other, raise that. What comes from this rank itself

@@ -412,6 +412,7 @@ class Line:
             self.end(wait)
             if isinstance(error, DivergenceError):
                 self.leave(error)
+            self.rest()
             raise
         try:
             yield

@@ -11,6 +11,7 @@ import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from lightning_elixir.core import comm as comm_module
 from lightning_elixir.core.comm import Comm, GroupComm, make_comm
 from lightning_elixir.core.peers import Process, Roster, Watch
+from lightning_elixir.core.waits import Wait
 from lightning_elixir.errors import PeerLostError
 from tests.helpers import processes
 from tests.helpers.dist import run_ranks
@@ -169,6 +171,25 @@ def _left_and_opened_again() -> tuple[bool, bool, bool]:
 
 def test_what_was_left_is_not_looked_after_and_keeps_no_frames() -> None:
     assert run_ranks(_left_and_opened_again, 2) == [(False, True, False)] * 2
+
+
+def _ended_in_a_wait() -> bool:
+    """As by a signal whose handler raises."""
+    comm = make_comm(dist.group.WORLD, torch.device("cpu"))
+    if dist.get_rank() == 0:
+        with mock.patch.object(Wait, "check", side_effect=ValueError("so")), pytest.raises(ValueError, match="so"):
+            comm.exchange([0])
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with pytest.raises(PeerLostError, match="so"):
+            comm.exchange([0])
+    _wait_for_end()
+    comm.close()
+    return _is_watching()
+
+
+def test_what_was_left_in_the_middle_of_a_wait_is_not_looked_after() -> None:
+    assert run_ranks(_ended_in_a_wait, 2) == [False] * 2
 
 
 def test_a_process_of_which_nothing_can_be_told_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
