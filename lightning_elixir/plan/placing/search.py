@@ -98,8 +98,6 @@ def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
     if not found:
         raise min((one.refusal() for one in searches), key=distance)
     outcome, one = _of_sizes(found, is_time_guessed=problem.is_time_guessed)
-    if not problem.is_time_guessed and one is not found[0][1]:  # it began where the others ended, and nowhere else
-        outcome = min((outcome, one.best(None) or outcome), key=rank)
     outcome = one.refined(outcome)
     if tried and not one.is_least(outcome):
         outcome, one, tried = _with_fates_of_its_own(candidates, (outcome, one, tried), found, make)
