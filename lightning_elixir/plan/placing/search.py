@@ -131,8 +131,8 @@ def _of_each_size(
     searches = [make(c) for c in different.values()]
     found: list[tuple[Outcome, _LayoutSearch]] = []
     for one in searches:
-        seed = min(found, key=lambda pair: pair[0].felt_s) if found else None
-        outcome = one.best(None if seed is None else seed[1].relative(seed[0].choice))
+        fastest = min(found, key=lambda pair: pair[0].felt_s, default=None)
+        outcome = one.best(fastest and fastest[1].relative(fastest[0].choice))
         if outcome is None:
             continue
         found.append((outcome, one))
