@@ -250,7 +250,9 @@ SCRIPT = """
         trainer.fit(model, make_data())
         state = trainer.strategy.lightning_module_state_dict() if {collective} else model.state_dict()
         is_trained = bool(state) and not torch.equal(state["layers.4.bias"], Net().layers[4].bias)
-        print("done", trainer.global_rank, trainer.world_size, len(state), is_trained, flush=True)
+        done = ("done", trainer.global_rank, trainer.world_size, len(state), is_trained)
+        sys.stdout.write(" ".join(map(str, done)) + "\\n")  # at once, or the lines of two ranks are mixed
+        sys.stdout.flush()
 
     if __name__ == "__main__":
         main()
