@@ -300,13 +300,6 @@ class _Pool:
                 bell = self._new_bell()
             bell.acquire()
 
-    def reorder(self, order_of: Callable[[Task], float | None]) -> None:
-        with self.lock:
-            for task in self._waiting:
-                order = order_of(task)
-                if order is not None:
-                    task._order = order
-
     def stop(self) -> None:
         """Have the threads end when all tasks are done. Waits for nothing: the garbage collector may call it."""
         if os.getpid() != self._process:
@@ -511,10 +504,6 @@ class Worker:
             task = Task(self._pool, work, order, after, event, is_brief, is_held)
             self._pool.add(task)
             return task
-
-    def reorder(self, order_of: Callable[[Task], float | None]) -> None:
-        """Give the tasks that have not begun another order; None: keep it."""
-        self._pool.reorder(order_of)
 
     def wait(self) -> None:
         """Make the host wait until all tasks are over; raises nothing."""

@@ -3,10 +3,11 @@
 [Note: updates under way] What the device keeps is updated on the compute stream, in its turn. Everything else is done
 by threads: one kind runs the host's own updates, chunk after chunk (two threads, so that the next update is there when
 one ends, although both may have to wait for the interpreter), another issues streamed ones. A chunk's update is one
-`Task`: what needs the new values waits for that and for nothing else, so the order of the tasks matters, and may
-change while they wait. Results do not depend on any of this: an update reads and writes its own chunk alone.
+`Task`: what needs the new values waits for that and for nothing else, so the order of the tasks matters: that in which
+the next forward needs the chunks, from inside backward on. Results do not depend on any of this: an update reads and
+writes its own chunk alone.
 
-The order of need is the reverse of the order in which gradients land. So a thread that finds no gradient landed waits
+That order is the reverse of the one in which gradients land. So a thread that finds no gradient landed waits
 for the one that comes next, and takes the most needed of what has landed then. (If each waited for the most needed one,
 all would stand still for 0.2 s of a 1 s step: the host is at the step long before the device.)
 
@@ -184,8 +185,6 @@ class UpdateRunner:
         context = partial(working_on, device.torch_device)
         self._host = Worker("elixir-update", num_threads=2, context=context)
         self._streamer = Worker("elixir-stream", context=context, most_in_flight=_STREAMED_IN_FLIGHT)
-        self._visits: dict[Task, list[tuple[Task, Visit]]] = {}
-        """Of updates that are not over: the tasks of the pieces, and what they wait for."""
 
     def held_bytes(self) -> dict[str, int]:
         """Device memory held now, by the engine's kinds."""
@@ -308,7 +307,7 @@ class UpdateRunner:
     ) -> Task:
         """One task for each piece of the states, and one that is over after all of them. With signals deferred: a task
         that was held and is not noted would never be released."""
-        has_landed = event is None or _has_come(event)
+        has_landed = partial(_has_come, event)
         pieces: list[tuple[Task, Visit]] = []
         close: Work = partial(_close_visits, job, pieces)
         whole = self._host.submit(close, order=order, is_brief=job.cast is None, is_held=True)
@@ -320,13 +319,8 @@ class UpdateRunner:
         except BaseException:
             whole.cancel()
             raise
-        self._visits[whole] = pieces
-        whole.then(partial(self._forget_visits, whole))
         when_all_over([task for task, _ in pieces], whole.release)
         return whole
-
-    def _forget_visits(self, whole: Task) -> None:
-        self._visits.pop(whole, None)
 
     def _submit_visit(self, work: Work, visit: Visit, order: float, after: Task | None, event: Event | None) -> Task:
         """The task is held until the states are there: a thread that waited for them could be the one that has to free
@@ -339,15 +333,6 @@ class UpdateRunner:
         task.then(visit.drop)  # where the update has ended it, this does nothing
         visit.then(task.release)
         return task
-
-    def reorder(self, orders: dict[Task, float]) -> None:
-        """Have tasks that have not begun carried out in another order."""
-        of_pieces = {task: order for whole, order in orders.items() for task, _ in self._visits.get(whole, ())}
-        for worker in (self._host, self._streamer):
-            worker.reorder((orders | of_pieces).get)
-        for task, order in orders.items():
-            for _, visit in self._visits.get(task, ()):
-                visit.set_order(order)
 
     def rest(self) -> None:
         """Finish what is under way and end the threads until there is more to do."""
@@ -460,9 +445,9 @@ def _covered_s(spans: Iterable[tuple[float, float]]) -> float:
     return total_s
 
 
-def _has_come(event: Event) -> bool:
+def _has_come(event: Event | None) -> bool:
     try:
-        return event.is_over()
+        return event is None or event.is_over()
     except Exception:  # what waits for it says why
         return False
 

@@ -202,18 +202,19 @@ class StatesOnDisk:
                 found.append((piece, here))
         return found
 
-    def begin(self, piece: Piece, order: float, *, has_landed: bool) -> Visit:
+    def begin(self, piece: Piece, order: float, *, has_landed: Callable[[], bool]) -> Visit:
         """Have a piece brought to host memory.
 
         Args:
             piece: One of `pieces`.
             order: See `Visit`.
-            has_landed: Gradients are where they shall be, so that they can be read now; otherwise `prepare` does that.
+            has_landed: Whether gradients are where they shall be. If so now, they are read as well; otherwise `prepare`
+                does that.
         """
         spec = self.states.spec
         read = [part for part in spec.states if part == MASTER or not self.is_first]
-        itemsize = self._grad_itemsize if has_landed else 0
-        return self.states.file.begin(self.states.chunk_id, piece, read, order, itemsize)
+        itemsize = self._grad_itemsize if has_landed() else 0
+        return self.states.file.begin(self.states.chunk_id, piece, read, order, itemsize, has_landed)
 
     @property
     def _grad_itemsize(self) -> int:

@@ -53,7 +53,7 @@ class _Step:
     record: UpdateRecord
     now: Event
     """All that the compute stream has read of old values comes before."""
-    orders: Mapping[int, float]
+    orders: Mapping[int, int]
     """By chunk id: the lowest is needed first."""
 
 
@@ -78,6 +78,7 @@ class UpdateScheduler:
         self._speculation = Speculation()
         self._early: dict[int, Begun] = {}  # chunk id -> its update, begun inside backward over the old states
         self._is_step_promised = False
+        self._needs: dict[int, int] = {}  # chunk id -> its place in the order in which a forward needs the chunks
 
     # Building and moving
 
@@ -276,7 +277,7 @@ class UpdateScheduler:
             job = self._describer.next_update(chunk, members, way)
             job = replace(job, ready=() if landed is None else (landed,))
             engine.reducer.note_begun(chunk)
-            task = self._runner.submit(job, record, order=len(self._early))
+            task = self._runner.submit(job, record, order=self._place(chunk, is_first=not self._early))
             self._early[chunk.id] = Begun(way, job.updates, task, record)
 
     def _begin_ahead(self, chunk: Chunk, members: set[int], way: Way) -> None:
@@ -285,7 +286,7 @@ class UpdateScheduler:
         landed, record = self._engine.reducer.landing.end_of(chunk.id), UpdateRecord()
         updates = self._describer.ahead(chunk, members)
         job = ChunkUpdate(updates, chunk.spec.is_update_streamed, () if landed is None else (landed,))
-        task = self._runner.submit(job, record, order=len(self._speculation))
+        task = self._runner.submit(job, record, order=self._place(chunk, is_first=not self._speculation))
         self._speculation.add(chunk.id, Begun(way, updates, task, record))
 
     def _can_speculate(self, chunk: Chunk, members: set[int]) -> bool:
@@ -337,8 +338,6 @@ class UpdateScheduler:
             step = _Step(record, engine.device.compute_event(), self._orders(others))
             if begun.keys() - step.orders.keys():
                 raise StateError("gradients were dropped whose updates had begun inside backward")
-            if begun:
-                self._runner.reorder({one.task: step.orders[i] for i, one in begun.items()})
             for chunk_id in sorted(step.orders, key=step.orders.__getitem__):
                 self._update(engine.chunks[chunk_id], used[chunk_id], begun.get(chunk_id), step)
             updates = [u for c in near for u in self._describer.near(c, used[c.id])]
@@ -378,11 +377,22 @@ class UpdateScheduler:
         if any(c.spec.is_update_streamed for c in chunks):
             self._runner.reserve_stream()
 
-    def _orders(self, chunks: Sequence[Chunk]) -> dict[int, float]:
-        """Where chunks come in the order in which the next forward needs them, by id; the order of registration is the
-        guess."""
-        needs = self._engine.steps.first_needs() if chunks else {}
-        return {chunk.id: needs.get(chunk.id, len(needs) + chunk.id) for chunk in chunks}
+    def _orders(self, chunks: Sequence[Chunk]) -> dict[int, int]:
+        """Where chunks come in the order in which the next forward needs them, by id."""
+        if chunks:
+            self._needs = self._engine.steps.first_needs()
+        return {chunk.id: self._place(chunk) for chunk in chunks}
+
+    def _place(self, chunk: Chunk, *, is_first: bool = False) -> int:
+        """Where a chunk comes in the order in which the next forward needs them; the order of registration is the
+        guess.
+
+        Args:
+            is_first: Of its step: the order may have changed.
+        """
+        if is_first:
+            self._needs = self._engine.steps.first_needs()
+        return self._needs.get(chunk.id, len(self._needs) + chunk.id)
 
     def _take_begun(self, chunks: Sequence[Chunk], used: Mapping[int, set[int]]) -> dict[int, Begun]:
         """The updates that have begun and are the step's, by chunk id; those that are not the step's,

@@ -220,8 +220,8 @@ _UPDATES = (
         "updates",
         "work",
         "stepping/scheduler.py",
-        "            if begun:\n                self._runner.reorder(",
-        "            if begun and not engine.plan.has_spare_states:\n                self._runner.reorder(",
+        "order=self._place(chunk, is_first=not self._early)",
+        "order=len(self._early)",
         "Updates that began inside backward keep the order of backward, and the next forward waits for the last one.",
     ),
 )

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,10 +47,16 @@ def make_file(tmp_path: Path, backend: str) -> Iterator[Make]:
         file.close()
 
 
-def begin(file: StateFile, chunk_id: int, read: Collection[str], order: float = 0.0) -> Visit:
+def begin(
+    file: StateFile,
+    chunk_id: int,
+    read: Collection[str],
+    order: float = 0.0,
+    has_landed: Callable[[], bool] = lambda: True,
+) -> Visit:
     """A visit of a whole chunk."""
     (piece,) = file.pieces(chunk_id)
-    return file.begin(chunk_id, piece, read, order)
+    return file.begin(chunk_id, piece, read, order, has_landed=has_landed)
 
 
 def values(chunk_id: int, part: str, spec: StateSpec = SPEC) -> torch.Tensor:
@@ -163,12 +170,25 @@ def test_the_order_decides_where_buffers_are_short(make_file: Make) -> None:
     for visit in others:
         visit.then(lambda visit=visit: come.append(visit.chunk_id))
     assert come == []
-    others[0].set_order(-1.0)
-    for visit in [*first, others[0], *reversed(others[1:])]:
+    for visit in [*first, *reversed(others)]:
         visit.wait()
         visit.end()
         file.synchronize()
-    assert come == [NVME_BUFFERS, 7, 6, 5, 4]
+    assert come == [7, 6, 5, 4, 3]
+
+
+def test_buffers_go_to_visits_whose_gradients_have_landed_or_come_next(make_file: Make) -> None:
+    file, come, landed = make_file(8), [], set[int]()
+    first = [begin(file, i, ()) for i in range(NVME_BUFFERS)]
+    for i in range(NVME_BUFFERS, 8):
+        visit = begin(file, i, (), order=10 - i, has_landed=lambda i=i: i in landed)
+        visit.then(partial(come.append, visit))
+    for lands in (set(), {5, 6}, set(), set(), {4}):
+        landed |= lands
+        visit = first.pop(0) if first else come[-1]
+        visit.end()
+        file.synchronize()
+    assert [visit.chunk_id for visit in come] == [3, 6, 5, 4, 7]
 
 
 def test_what_is_waited_for_comes_first(make_file: Make) -> None:

@@ -1,8 +1,8 @@
 """Updates that run beside forward and backward: what does them, in which order, and when each is done.
 
 The host's worker updates one chunk after the other, those whose states are on NVMe when these have been read; another
-thread streams pieces of chunks through the device, over the bus that fetches and gradients use as well. All take the
-first chunk of their queue whose gradients have landed.
+thread streams pieces of chunks through the device, over the bus that fetches and gradients use as well. Each takes the
+chunk that the next forward needs first, of those whose gradients have landed.
 Nothing happens by itself: `advance` lets them work up to a moment, `done_s` makes one chunk the next one.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_elixir.plan.simulator.lanes import Bus
@@ -41,6 +42,8 @@ class Work:
     """States on NVMe: of the disk, after it."""
     known_s: float = 0.0
     """States on NVMe: when reading may begin."""
+    place: int = 0
+    """In the order in which forward needs the chunks: the lowest goes first."""
     ready_s: float = math.inf
     """When its gradients are there, and its states read."""
     is_before_step: bool = False
@@ -56,6 +59,11 @@ class Work:
         return self.read_s + self.write_s > 0
 
 
+def _turn(work: Work) -> tuple[bool, int]:
+    """The lowest goes first: what has begun, then by place."""
+    return not work.is_begun, work.place
+
+
 class _Site(ABC):
     """A queue of updates, and what does them one after the other."""
 
@@ -65,12 +73,8 @@ class _Site(ABC):
         self.waiting: list[Work] = []
 
     def add(self, work: Work) -> None:
-        """One more, at the end of the queue."""
-        self.waiting.append(work)
-
-    def sort(self, key: Callable[[Work], tuple[bool, int]]) -> None:
-        """Another order for what has not begun."""
-        self.waiting.sort(key=key)
+        """One more, at its place in the queue; after its equals."""
+        insort(self.waiting, work, key=_turn)
 
     def advance(self, until_s: float) -> None:
         """Do what begins before `until_s`."""
@@ -151,8 +155,8 @@ class _Host(_Site):
 
 
 class _HostOverDisk(_Host):
-    """States are read into buffers, in the order of the queue, also before gradients have landed; the host updates what
-    is there; then they are written back. Reads and writes share the disk, first come, first served."""
+    """States are read into buffers, also before gradients have landed if there are no others; the host updates what is
+    there; then they are written back. Reads and writes share the disk, first come, first served."""
 
     def __init__(
         self, h2d: Bus, d2h: Bus, record: Record | None, done: dict[int, float], cpu: Bus, num_buffers: int
@@ -175,18 +179,12 @@ class _HostOverDisk(_Host):
             self._read(until_s)
 
     def finish(self, work: Work, now_s: float) -> None:
-        if work in self.unread:
-            self.unread.remove(work)
-            self.unread.insert(0, work)
+        work.place = -1
         while work in self.unread:
             if not self._free_buffers:
                 self._do(self._next(), math.inf)
             self._read(math.inf)
         super().finish(work, now_s)
-
-    def sort(self, key: Callable[[Work], tuple[bool, int]]) -> None:
-        super().sort(key)
-        self.unread.sort(key=key)
 
     def left_s(self, now_s: float) -> float:
         reading_s = sum(w.seconds + w.read_s for w in self.unread)
@@ -196,15 +194,22 @@ class _HostOverDisk(_Host):
     def _read(self, until_s: float) -> None:
         """What there are buffers for."""
         while self.unread and self._free_buffers:
-            work, free_s = self.unread[0], min(self._free_buffers)
+            free_s = min(self._free_buffers)
+            work = self._first_unread(free_s)
             if max(free_s, work.known_s) >= until_s:
                 return
             self._free_buffers.remove(free_s)
-            self.waiting.append(self.unread.pop(0))
+            self.unread.remove(work)
+            insort(self.waiting, work, key=_turn)
             begin_s, end_s = self.disk.reserve(max(free_s, work.known_s), work.read_s)
             if self.record is not None:
                 self.record("nvme", begin_s, end_s, f"read states {work.chunk_id}")
             work.ready_s = max(work.ready_s, end_s)
+
+    def _first_unread(self, at_s: float) -> Work:
+        """The one that is needed first of those whose gradients have landed, or else the one that came first."""
+        at_s = max(at_s, self.unread[0].known_s)
+        return min((w for w in self.unread if w.ready_s <= at_s), key=_turn, default=self.unread[0])
 
     def _update(self, work: Work) -> float:
         end_s = super()._update(work)
@@ -279,7 +284,7 @@ class Backlog:
         return chunk_id in self._pending and not self._pending[chunk_id][1].is_before_step
 
     def add(self, work: Work, ready_s: float, *, is_before_step: bool = False) -> None:
-        """One more update at the end of its queue.
+        """One more update.
 
         Args:
             work: The update.
@@ -303,15 +308,13 @@ class Backlog:
         """Seconds of work that `now_s` leaves to all together."""
         return sum(site.left_s(now_s) for site in self._sites)
 
-    def step(self, needed: Mapping[int, int], now_s: float) -> None:
-        """Backward is over: what has not begun is done in the order of `needed` from now on."""
+    def step(self, now_s: float) -> None:
+        """Backward is over: new values may go up."""
         self.advance(now_s)
         for _, work in self._pending.values():
             work.is_before_step = False
         self._host.let_go(now_s)
         self._over_disk.let_go(now_s)
-        for site in self._sites:
-            site.sort(lambda w: (not w.is_begun, needed.get(w.chunk_id, len(needed))))
 
     def forget(self, before_s: float) -> None:
         """No time before this one is asked for again."""

@@ -114,7 +114,7 @@ class Updates:
             if chunk.id not in self._early:
                 backlog.add(self._work(chunk), max(now_s, self._landed_s.get(chunk.id, 0.0)))
         if self.behind:
-            backlog.step(self._needed, now_s)
+            backlog.step(now_s)
         self._finish()
         if self._plan.world_size > 1:  # replicas that all keep are gathered at once, by hosts that wait for them
             for chunk in self.behind.values():
@@ -131,6 +131,7 @@ class Updates:
             *costs.stream_s,
             *costs.nvme_s,
             known_s=self._clocks.now_s,
+            place=self._needed.get(chunk.id, len(self._needed)),
         )
 
     def _update_on_device(self) -> None:

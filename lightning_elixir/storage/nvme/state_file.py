@@ -202,9 +202,18 @@ class Visit:
         piece: Which elements.
         read: Bytes to read, by part.
         order: The lowest comes first.
+        has_landed: Whether the gradients that this is for have; it may change.
     """
 
-    def __init__(self, file: StateFile, chunk_id: int, piece: Piece, read: Mapping[str, int], order: float) -> None:
+    def __init__(
+        self,
+        file: StateFile,
+        chunk_id: int,
+        piece: Piece,
+        read: Mapping[str, int],
+        order: float,
+        has_landed: Callable[[], bool],
+    ) -> None:
         self.chunk_id = chunk_id
         self.piece = piece
         self.tensors: dict[str, Tensor] = {}
@@ -212,6 +221,7 @@ class Visit:
         self._file = file
         self.read = dict(read)
         self._order = order
+        self._has_landed = has_landed
         self._buffer: Tensor | None = None
         self._error: BaseException | None = None
         self._has_come = False
@@ -236,10 +246,6 @@ class Visit:
             raise self._error
 
     synchronize = wait
-
-    def set_order(self, order: float) -> None:
-        """Another place in the order, where reading has not begun."""
-        self._order = order
 
     def then(self, follower: Callable[[], None]) -> None:
         """Call it when this is over, on whatever thread finds out; or right here. It must not wait, nor raise."""
@@ -395,10 +401,17 @@ class StateFile:
         return [Piece(start, min(start + size, numel)) for start in range(0, numel, size)]
 
     def begin(
-        self, chunk_id: int, piece: Piece, read: Collection[str], order: float = 0.0, grad_itemsize: int = 0
+        self,
+        chunk_id: int,
+        piece: Piece,
+        read: Collection[str],
+        order: float = 0.0,
+        grad_itemsize: int = 0,
+        has_landed: Callable[[], bool] = lambda: True,
     ) -> Visit:
-        """Have states brought to a buffer; that, and the buffer, is waited for in the order of the visits. The caller
-        ends it, or drops it.
+        """Have states brought to a buffer; that, and the buffer, is waited for in the order of the visits. Those whose
+        gradients have not landed come after all others, as they came: a buffer that is filled too early is of no use
+        to others. The caller ends the visit, or drops it.
 
         Args:
             chunk_id: The last visit of this piece must have ended.
@@ -406,11 +419,12 @@ class StateFile:
             read: Parts to read; the others are written all the same, so they must be made.
             order: See `Visit`.
             grad_itemsize: Of gradients, which are read as well; none: they have not landed yet, or are elsewhere.
+            has_landed: Whether they have, by now. Called on any thread, until it says so.
         """
         nbytes = {part: self.specs[chunk_id].bytes_of(part, piece.numel) for part in read}
         if grad_itemsize:
             nbytes[GRAD] = piece.numel * grad_itemsize
-        visit = Visit(self, chunk_id, piece, nbytes, order)
+        visit = Visit(self, chunk_id, piece, nbytes, order, has_landed)
         with self._lock:
             self._note_time()
             self._waiting.append(visit)
@@ -475,7 +489,8 @@ class StateFile:
                     self._fail(error)
                     continue
                 self._num_made += 1
-            visit = min(self._waiting, key=lambda v: v._order)
+            landed = [visit for visit in self._waiting if visit._has_landed()]
+            visit = min(landed, key=lambda v: v._order) if landed else self._waiting[0]
             self._waiting.remove(visit)
             self._read(visit, self._free.pop())
 

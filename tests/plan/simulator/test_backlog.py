@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -82,19 +83,28 @@ def test_the_one_that_is_needed_goes_first_but_nothing_is_broken_off() -> None:
     assert work.done_s(0, 30.0) == 5.0
 
 
-def test_after_the_step_the_order_is_that_of_need() -> None:
+def test_of_what_has_landed_the_one_that_forward_needs_first_is_next() -> None:
     work, *_ = backlog()
-    for chunk_id in (3, 2, 1, 0):  # as gradients land
-        work.add(Work(chunk_id, 5.0), 0.0)
-    work.step({0: 0, 1: 1, 2: 2, 3: 3}, 6.0)
-    assert [work.done_s(i, 100.0) for i in range(4)] == [15.0, 20.0, 10.0, 5.0]  # 3 and 2 had begun
+    for chunk_id, ready_s in ((3, 0.0), (2, 1.0), (1, 2.0), (0, 9.0)):  # as gradients land
+        work.add(Work(chunk_id, 5.0, place=chunk_id), ready_s, is_before_step=True)
+    work.step(6.0)
+    assert [work.done_s(i, 100.0) for i in range(4)] == [15.0, 10.0, 20.0, 5.0]
+
+
+def test_pieces_of_a_streamed_chunk_that_has_begun_come_before_what_is_needed_sooner() -> None:
+    work, *_ = backlog()
+    for chunk_id in (2, 1):
+        work.add(replace(streamed(chunk_id, 4), place=chunk_id), 0.0)
+    work.advance(1.0)  # a piece of the second one
+    work.add(replace(streamed(0, 1), place=0), 1.0)
+    assert [work.done_s(i, 100.0) for i in (1, 0, 2)] == [5.0, 6.0, 10.0]
 
 
 def test_a_chunk_whose_gradients_have_not_landed_lets_others_pass() -> None:
     work, *_ = backlog()
-    work.add(Work(0, 5.0), 8.0)
-    work.add(Work(1, 5.0), 0.0)
-    work.step({0: 0, 1: 1}, 0.0)
+    work.add(Work(0, 5.0, place=0), 8.0)
+    work.add(Work(1, 5.0, place=1), 0.0)
+    work.step(0.0)
     assert [work.done_s(i, 100.0) for i in (0, 1)] == [13.0, 5.0]
 
 
@@ -102,7 +112,7 @@ def test_new_values_go_up_when_they_are_there_and_the_step_has_come() -> None:
     for ready_s, is_before_step, done_s in ((0.0, False, 7.0), (0.0, True, 12.0), (8.0, True, 15.0)):
         work, h2d, _, spans = backlog()
         work.add(Work(0, 5.0, write_back_s=2.0), ready_s, is_before_step=is_before_step)
-        work.step({}, 10.0)
+        work.step(10.0)
         assert work.done_s(0, 30.0) == done_s
         assert spans[-1] == ("h2d", done_s - 2.0, done_s, "write back 0")
         assert h2d.is_busy(done_s - 1.0)
@@ -178,3 +188,26 @@ def test_states_on_a_disk_wait_for_a_free_buffer() -> None:
         (21.0, 31.0, "update 2"),
         (31.0, 41.0, "update 3"),
     ]
+
+
+def test_buffers_for_states_on_a_disk_go_to_what_has_landed() -> None:
+    """Two buffers; gradients land in the order 3, 2, 1, 0, the last one late."""
+    spans = Spans()
+    work = Backlog(Bus(), Bus(), lambda *span: spans.append(span), 2)
+    for i, ready_s in ((3, 2.0), (2, 3.0), (1, 4.0), (0, 60.0)):
+        work.add(Work(i, 10.0, read_s=1.0, write_s=1.0, place=i), ready_s)
+    work.advance(100.0)
+    assert [span[3] for span in spans if span[0] == "nvme" and "read" in span[3]] == [
+        "read states 3",  # nothing has landed
+        "read states 2",
+        "read states 1",
+        "read states 0",
+    ]
+    assert [span[3] for span in spans if span[0] == "cpu"] == ["update 3", "update 2", "update 1", "update 0"]
+
+    again = Backlog(Bus(), Bus(), lambda *span: spans.append(span), 2)
+    spans.clear()
+    for i, ready_s in ((3, 2.0), (2, 3.0), (1, 4.0), (0, 5.0)):
+        again.add(Work(i, 10.0, read_s=1.0, write_s=1.0, place=i), ready_s)
+    again.advance(100.0)
+    assert [span[3] for span in spans if span[0] == "cpu"] == ["update 3", "update 2", "update 0", "update 1"]
