@@ -86,6 +86,7 @@ class _Interval:
     grads: list[str] = field(default_factory=list)
     workspace_bytes: int = 0
     held: tuple[str, ...] = ()
+    is_compiled: bool = False
 
 
 class StepRecorder(TorchDispatchMode):
@@ -270,8 +271,8 @@ class StepRecorder(TorchDispatchMode):
         if (is_new or func._schema.is_mutable) and packet not in _EMPTY:
             self._count(func, args, kwargs, result, sources, outputs)
         if self.on_attention is not None and is_attention(func) and can_stand_in(func, args, kwargs):
-            is_seen = not any(frame.name in self._compiled for frame in self._frames)
-            if is_seen and not _in_backward() and any(tensor.requires_grad for tensor in sources):
+            is_seen = not self._is_in_compiled and not _in_backward()
+            if is_seen and any(tensor.requires_grad for tensor in sources):
                 keys = {tensor.untyped_storage()._cdata for tensor in outputs}
                 nbytes = sum(self.known_bytes(key)[0] for key in keys)
                 self.on_attention(AttentionCall(len(self._intervals) - 1, self._intervals[-1].flops - flops, nbytes))
@@ -384,6 +385,11 @@ class StepRecorder(TorchDispatchMode):
             self._pinned = +self._pinned
             self._drops.append(frame.fqns)
 
+    @property
+    def _is_in_compiled(self) -> bool:
+        """Whether the forward of a module runs that is compiled."""
+        return any(frame.name in self._compiled for frame in self._frames)
+
     def _open(self, fqns: tuple[str, ...], is_pinned: bool, module: str) -> None:
         self._intervals[-1].grad_bytes = self._bytes[_GRADIENT]
         dropped, self._drops = tuple(self._drops), []
@@ -392,6 +398,9 @@ class StepRecorder(TorchDispatchMode):
         )
         interval.held = tuple(self._held_names)
         interval.workspace_bytes = self._workspace_bytes
+        interval.is_compiled = self._is_in_compiled or (
+            interval.is_backward and not self._needed_with.keys().isdisjoint(fqns)
+        )
         self._intervals.append(interval)
 
     def _on_grad(self, parameter: Tensor) -> None:
@@ -431,6 +440,7 @@ class StepRecorder(TorchDispatchMode):
                 grads=tuple(i.grads),
                 workspace_bytes=i.workspace_bytes,
                 held=i.held,
+                is_compiled=i.is_compiled,
             )
             for i in self._intervals
         )

@@ -74,11 +74,25 @@ def test_times_follow_operations() -> None:
         return step_profile(memory_profile(interval(("a",), **values), dtype=dtype), PACKED, HARDWARE).compute_s
 
     assert seconds(flops=5000, num_ops=1) == pytest.approx(5e-3)
-    assert seconds("bfloat16", flops=5000, num_ops=1) == pytest.approx(1.25e-3)
-    assert seconds("float64", flops=8000, num_ops=1) == pytest.approx(2e-3)  # nobody measured it: the fastest
-    assert seconds(moved_bytes=3000, num_ops=1) == pytest.approx(3e-3)
-    assert seconds(flops=5000, moved_bytes=3000, num_ops=7) == pytest.approx(8e-3)
-    assert seconds(flops=5000, moved_bytes=3000, num_ops=9) == pytest.approx(9e-3)  # launches take longer
+    assert seconds("bfloat16", flops=5000) == pytest.approx(1.25e-3)
+    assert seconds("float64", flops=8000) == pytest.approx(2e-3)  # it was not measured: the fastest
+    assert seconds(moved_bytes=3000) == pytest.approx(3e-3)
+    assert seconds(flops=5000, moved_bytes=3000, num_ops=1) == pytest.approx(8e-3)
+    assert seconds(flops=5000, moved_bytes=3000, num_ops=4) == pytest.approx(18e-3)  # the program takes longer
+    assert seconds(flops=5000, moved_bytes=3000, num_ops=9, is_compiled=True) == pytest.approx(9e-3)
+
+
+def test_the_device_waits_for_a_program_that_is_slower_and_for_no_other() -> None:
+    """An operator takes the program 4.5 ms."""
+
+    def seconds(*work: tuple[int, int]) -> list[float]:
+        timeline = [interval(("a",), flops=flops, num_ops=num_ops) for flops, num_ops in work]
+        return [1e3 * i.compute_s for i in step_profile(memory_profile(*timeline), PACKED, HARDWARE).intervals[1:]]
+
+    assert seconds((9000, 1), (1000, 2), (9000, 1)) == pytest.approx([9, 1, 9])  # it is ahead: 18 ms of 19
+    # After 9 ms the device waits until 18 ms, and again until 27 ms.
+    assert seconds((9000, 1), (1000, 3), (1000, 2)) == pytest.approx([9, 9, 9])
+    assert seconds((1000, 2), (9000, 1), (1000, 1)) == pytest.approx([9, 9, 1])
 
 
 def test_what_no_chunk_holds_is_left_out() -> None:

@@ -105,6 +105,18 @@ def test_attention_in_compiled_code_is_not_told_apart() -> None:
     assert call.nbytes >= 8 * 512 * 256 * 4
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+def test_operators_of_compiled_code_are_known_as_such_in_forward_and_backward() -> None:
+    model = Net(2)
+    model.blocks[1].compile()
+    timeline = _profile(model, torch.zeros(8, 512, 256)).timeline
+    for is_backward in (False, True):
+        working = [i for i in timeline if i.is_backward is is_backward and i.num_ops and i.fqns]
+        inside = {i.fqns[0].startswith("blocks.1.") for i in working if i.is_compiled}
+        outside = {i.fqns[0].startswith("blocks.1.") for i in working if not i.is_compiled}
+        assert (inside, outside) == ({True}, {False})
+
+
 def test_the_order_of_accesses_is_that_of_a_real_checkpoint() -> None:
     """Of what is pinned: forwards, and forwards that are recomputed."""
     x = torch.zeros(4, 256, 256)

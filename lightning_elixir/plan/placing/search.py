@@ -283,7 +283,11 @@ class _LayoutSearch(Space):
         start = self.start(seed)
         if start is None or start.choice == self.everything:
             return start
-        return self._climbed(start, _MOST_SIMULATIONS if seed is None else self.num_simulations + _MOST_CLIMBING)
+        if seed is not None:
+            return self.climbed(start)
+        found = self._climbed(start, _MOST_SIMULATIONS)
+        other = self._best_of(self._filled(start.choice.depth, "spread"), None)
+        return found if other is None else min(found, self.climbed(other), key=rank)
 
     def start(self, seed: Choice | None, *, is_of_other_fates: bool = False) -> Outcome | None:
         """An outcome to climb from; None if nothing fits.
@@ -443,10 +447,11 @@ class _LayoutSearch(Space):
             turned = replace(turned, resident=min(at.resident, self._most_resident(turned)))
             yield replace(turned, kept=min(at.kept, self._most_kept(turned)))
 
-    def _filled(self, depth: int) -> Iterator[Choice]:
-        """As much on the GPU for good as it holds: what is best beside other activations says nothing of that."""
-        for share in dict.fromkeys((0.0, self._balanced_share())):
-            base = Choice(streamed_share=share, depth=depth)
+    def _filled(self, depth: int, pattern: str = "first") -> Iterator[Choice]:
+        """As many states on the GPU for good as it holds: a climb rarely gets there from where parameters fill it, and
+        what is best beside other activations says nothing of that."""
+        for share in dict.fromkeys((0.0, self._balanced_share() / 2, self._balanced_share())):
+            base = Choice(streamed_share=share, depth=depth, pattern=pattern)
             yield replace(base, resident=self._most_resident(base))
 
     def _grid(self) -> Iterator[Choice]:
