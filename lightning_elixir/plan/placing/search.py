@@ -206,9 +206,10 @@ def _with_fates(candidates: Sequence[Candidate], tried: Sequence[FatesTried]) ->
 def _of_sizes(
     found: Sequence[tuple[Outcome, _LayoutSearch]], *, is_time_guessed: bool
 ) -> tuple[Outcome, _LayoutSearch]:
-    """Which chunk size to take, from the best placement with each: the fastest. Where times are guessed, the smallest
-    of those that may be, but the very smallest of all: what a step really takes decides between them. Small chunks fill
-    memory and share out updates more evenly, the smallest give the host the most to do."""
+    """Which chunk size to take, from the best placement with each: the fastest. Where times are guessed, the middle one
+    of those that may be: small chunks fill memory and share out updates more evenly, and each gives the program more to
+    do, above all in steps that wait for a norm. (Seen with such steps on two H200s, Llama-7B at 40 GiB: the program
+    between steps takes 84 ms with 67 chunks, 151 ms with 162.)"""
     least_s = min(outcome.felt_s for outcome, _ in found) * (1 + 1e-9)
     best = next(pair for pair in found if pair[0].felt_s <= least_s)
     if found[-1][1].is_least(found[-1][0]):  # the search ends there
@@ -217,7 +218,7 @@ def _of_sizes(
         return best
     by_size = sorted(found, key=lambda pair: pair[1].layout.block_bytes)
     close = [pair for pair in by_size if pair[0].felt_s <= least_s * (1 + _GUESS_ERROR)]
-    return next((pair for pair in close if pair is not by_size[0]), close[0])
+    return close[len(close) // 2]
 
 
 def distance(refusal: CapacityError) -> tuple[bool, int]:
