@@ -7,9 +7,9 @@ one ends, although both may have to wait for the interpreter), another issues st
 the next forward needs the chunks, from inside backward on. Results do not depend on any of this: an update reads and
 writes its own chunk alone.
 
-That order is the reverse of the one in which gradients land. So a thread that finds no gradient landed waits
-for the one that comes next, and takes the most needed of what has landed then. (If each waited for the most needed one,
-all would stand still for 0.2 s of a 1 s step: the host is at the step long before the device.)
+That order is the reverse of the one in which gradients land. So a thread that finds no gradient landed waits for the
+one that comes next, and takes the most needed of what has landed then. (If each waited for the most needed one, all
+would stand still for 0.2 s of a 1 s step: the host is at the step long before the device.)
 
 A fetch waits for its own chunk's task: the replica is allocated and counted as resident at once, and whichever thread
 ends the update starts the copy (`LateEvent`), so that what the rCache decides does not depend on how fast updates are.

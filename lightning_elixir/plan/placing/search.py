@@ -684,7 +684,7 @@ def _why(loser: Outcome, best: Outcome) -> str:
         "of waiting for chunks and gradients in forward and backward": (
             theirs.waiting_s - theirs.update_waiting_s - ours.waiting_s + ours.update_waiting_s
         ),
-        "of the host's work for chunks and pieces": loser.handling_s - best.handling_s,
+        "of the host's work for chunks, pieces and updates": loser.handling_s - best.handling_s,
     }
     parts = [
         f"{format_seconds(abs(seconds))} {'more' if seconds > 0 else 'less'} {name}"

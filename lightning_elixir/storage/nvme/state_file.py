@@ -419,7 +419,7 @@ class StateFile:
             read: Parts to read; the others are written all the same, so they must be made.
             order: See `Visit`.
             grad_itemsize: Of gradients, which are read as well; none: they have not landed yet, or are elsewhere.
-            has_landed: Whether they have, by now. Called on any thread, until it says so.
+            has_landed: Whether they have, by now. Called on any thread, with the file's lock: it must not wait.
         """
         nbytes = {part: self.specs[chunk_id].bytes_of(part, piece.numel) for part in read}
         if grad_itemsize:
