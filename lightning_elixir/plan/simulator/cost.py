@@ -13,15 +13,15 @@ from lightning_elixir.plan.memory import Scheme, has_params_on_nvme, is_on_nvme,
 from lightning_elixir.plan.mesh import AXES
 from lightning_elixir.plan.stream_buffers import SLOT_BYTES
 from lightning_elixir.plan.tables import Table
-from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
+from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
 
 _MOVE_LAUNCHES = 6
 """Operators that the host could launch in the time in which it has a chunk fetched, or its gradients brought away."""
 _PIECE_LAUNCHES = 10
 """Likewise of a piece of a streamed update: its copies, events and kernel."""
 _LATER_UPDATES = 0.05
-"""Part of the updates beside the device that counts likewise: in training they take longer than alone, 1.05 to 1.19
-times on five H200s. So where more of them seem to cost nothing, as they end just in time, fewer are better."""
+"""Part of the updates beside forward and backward that counts likewise: in training they take longer than alone, 1.05
+to 1.19 times on five H200s. So where more of them seem to cost nothing, as they end just in time, fewer are better."""
 
 
 def is_time_known(plan: Plan, hardware: HardwareSpec) -> bool:
@@ -251,8 +251,9 @@ class Costs:
         moves = self.scheme.regime.num_backwards * once
         pieces = self.stream_s(chunk)[0] if chunk.is_update_streamed else 0
         work_s = (moves * _MOVE_LAUNCHES + pieces * _PIECE_LAUNCHES) * self.hardware.launch_s
-        is_beside = chunk.requires_grad and chunk.optim_tier is not Tier.GPU
-        return work_s + (_LATER_UPDATES * self.update_s(chunk) if is_beside else 0.0)
+        is_on_device = not chunk.requires_grad or chunk.optim_tier is Tier.GPU
+        is_counted = self.scheme.updates.timing is UpdateTiming.AFTER_BACKWARD or is_on_device  # in the step's time
+        return work_s + (0.0 if is_counted else _LATER_UPDATES * self.update_s(chunk))
 
     def nvme_s(self, chunk: ChunkSpec) -> tuple[float, float]:
         """Reading and writing master and states on NVMe for an update, gradients and new parameters that are there as
