@@ -430,6 +430,12 @@ class AccessTrace:
     def acquires(self) -> Iterator[Acquire]:
         return (e for e in self.events if isinstance(e, Acquire))
 
+    @cached_property
+    def order_of_need(self) -> dict[int, int]:
+        """Chunk -> how many others are needed before it."""
+        touched = dict.fromkeys(i for event in self.acquires() for i in event.ids)
+        return {chunk_id: place for place, chunk_id in enumerate(touched)}
+
     def in_use(self) -> set[frozenset[int]]:
         """The sets of chunks that are in use at once, at any access: pinned, held and needed."""
         pins: dict[int, int] = {}

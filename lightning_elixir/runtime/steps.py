@@ -172,9 +172,7 @@ class Steps:
 
     def first_needs(self) -> dict[int, int]:
         """Chunk id -> its place in the order in which a forward needs the chunks, as far as that is known."""
-        trace = self._engine.traces.get("train", AccessTrace(()))
-        ids = dict.fromkeys(i for event in trace.acquires() for i in event.ids)
-        return {chunk_id: place for place, chunk_id in enumerate(ids)}
+        return self._engine.traces.get("train", AccessTrace(())).order_of_need
 
     # Gradients
 

@@ -78,7 +78,6 @@ class UpdateScheduler:
         self._speculation = Speculation()
         self._early: dict[int, Begun] = {}  # chunk id -> its update, begun inside backward over the old states
         self._is_step_promised = False
-        self._needs: dict[int, int] = {}  # chunk id -> its place in the order in which a forward needs the chunks
 
     # Building and moving
 
@@ -277,7 +276,7 @@ class UpdateScheduler:
             job = self._describer.next_update(chunk, members, way)
             job = replace(job, ready=() if landed is None else (landed,))
             engine.reducer.note_begun(chunk)
-            task = self._runner.submit(job, record, order=self._place(chunk, is_first=not self._early))
+            task = self._runner.submit(job, record, order=self._place(chunk))
             self._early[chunk.id] = Begun(way, job.updates, task, record)
 
     def _begin_ahead(self, chunk: Chunk, members: set[int], way: Way) -> None:
@@ -286,7 +285,7 @@ class UpdateScheduler:
         landed, record = self._engine.reducer.landing.end_of(chunk.id), UpdateRecord()
         updates = self._describer.ahead(chunk, members)
         job = ChunkUpdate(updates, chunk.spec.is_update_streamed, () if landed is None else (landed,))
-        task = self._runner.submit(job, record, order=self._place(chunk, is_first=not self._speculation))
+        task = self._runner.submit(job, record, order=self._place(chunk))
         self._speculation.add(chunk.id, Begun(way, updates, task, record))
 
     def _can_speculate(self, chunk: Chunk, members: set[int]) -> bool:
@@ -335,7 +334,7 @@ class UpdateScheduler:
         with all_or_nothing(engine):
             near = [c for c in chunks if c.spec.optim_tier is Tier.GPU]
             others = [c for c in chunks if c.spec.optim_tier is not Tier.GPU]
-            step = _Step(record, engine.device.compute_event(), self._orders(others))
+            step = _Step(record, engine.device.compute_event(), {c.id: self._place(c) for c in others})
             if begun.keys() - step.orders.keys():
                 raise StateError("gradients were dropped whose updates had begun inside backward")
             for chunk_id in sorted(step.orders, key=step.orders.__getitem__):
@@ -377,22 +376,11 @@ class UpdateScheduler:
         if any(c.spec.is_update_streamed for c in chunks):
             self._runner.reserve_stream()
 
-    def _orders(self, chunks: Sequence[Chunk]) -> dict[int, int]:
-        """Where chunks come in the order in which the next forward needs them, by id."""
-        if chunks:
-            self._needs = self._engine.steps.first_needs()
-        return {chunk.id: self._place(chunk) for chunk in chunks}
-
-    def _place(self, chunk: Chunk, *, is_first: bool = False) -> int:
+    def _place(self, chunk: Chunk) -> int:
         """Where a chunk comes in the order in which the next forward needs them; the order of registration is the
-        guess.
-
-        Args:
-            is_first: Of its step: the order may have changed.
-        """
-        if is_first:
-            self._needs = self._engine.steps.first_needs()
-        return self._needs.get(chunk.id, len(self._needs) + chunk.id)
+        guess."""
+        needs = self._engine.steps.first_needs()
+        return needs.get(chunk.id, len(needs) + chunk.id)
 
     def _take_begun(self, chunks: Sequence[Chunk], used: Mapping[int, set[int]]) -> dict[int, Begun]:
         """The updates that have begun and are the step's, by chunk id; those that are not the step's,

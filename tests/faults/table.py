@@ -220,8 +220,8 @@ _UPDATES = (
         "updates",
         "work",
         "stepping/scheduler.py",
-        "order=self._place(chunk, is_first=not self._early)",
-        "order=len(self._early)",
+        "order=self._place(chunk))\n            self._early",
+        "order=len(self._early))\n            self._early",
         "Updates that began inside backward keep the order of backward, and the next forward waits for the last one.",
     ),
 )

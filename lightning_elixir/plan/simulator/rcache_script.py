@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from lightning_elixir.plan.policy import CachePolicy
@@ -32,15 +31,6 @@ class RCacheScript:
     accesses: tuple[ScriptedAccess, ...]
     peak_blocks: int
     """Most blocks in use at once."""
-
-    @cached_property
-    def order_of_need(self) -> dict[int, int]:
-        """Chunk -> how many others are needed before it."""
-        order: dict[int, int] = {}
-        for access in self.accesses:
-            for chunk_id in access.ids:
-                order.setdefault(chunk_id, len(order))
-        return order
 
 
 class RCacheScripts:

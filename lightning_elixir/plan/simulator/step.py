@@ -115,7 +115,7 @@ class _Steps:
             plan,
             of_chunks,
             timing,
-            script.order_of_need,
+            profile.trace.order_of_need,
             self._clocks,
             needs_global_norm=scheme.regime.needs_global_norm,
             hardware=hardware,

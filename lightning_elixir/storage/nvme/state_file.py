@@ -221,7 +221,8 @@ class Visit:
         self._file = file
         self.read = dict(read)
         self._order = order
-        self._has_landed = has_landed
+        self._find_landed = has_landed
+        self._is_landed = False
         self._buffer: Tensor | None = None
         self._error: BaseException | None = None
         self._has_come = False
@@ -246,6 +247,11 @@ class Visit:
             raise self._error
 
     synchronize = wait
+
+    def has_landed(self) -> bool:
+        """Whether the gradients that this is for have; it stays so."""
+        self._is_landed = self._is_landed or self._find_landed()
+        return self._is_landed
 
     def then(self, follower: Callable[[], None]) -> None:
         """Call it when this is over, on whatever thread finds out; or right here. It must not wait, nor raise."""
@@ -489,7 +495,7 @@ class StateFile:
                     self._fail(error)
                     continue
                 self._num_made += 1
-            landed = [visit for visit in self._waiting if visit._has_landed()]
+            landed = [visit for visit in self._waiting if visit.has_landed()]
             visit = min(landed, key=lambda v: v._order) if landed else self._waiting[0]
             self._waiting.remove(visit)
             self._read(visit, self._free.pop())

@@ -37,8 +37,8 @@ def test_the_order_of_need_is_that_of_the_first_accesses() -> None:
     random = Random(12)
     for _ in range(20):
         plan, profile, _ = random_problem(random)
-        touched = dict.fromkeys(i for a in profile.trace.acquires() for i in a.ids)
-        assert script_of(plan, profile.trace).order_of_need == {i: at for at, i in enumerate(touched)}
+        touched = dict.fromkeys(i for a in script_of(plan, profile.trace).accesses for i in a.ids)
+        assert profile.trace.order_of_need == {i: at for at, i in enumerate(touched)}
 
 
 def test_what_is_awaited_is_what_came_since_it_was_last_waited_for() -> None:
