@@ -511,7 +511,7 @@ def run_all(arguments: argparse.Namespace) -> None:
         arguments.out.write_text(json.dumps(found, indent=1))
 
     limits = [int(g * 2**30) for g in arguments.limits_gib] + [int(m * 2**20) for m in arguments.limits_mib]
-    for limit_bytes in limits:
+    for limit_bytes in sorted(limits):  # a move holds what the larger of two placements does
         entry: dict[str, Any] = {"limit": format_bytes(limit_bytes), "limit_bytes": limit_bytes, "runs": []}
         found["limits"].append(entry)
         bench.limit(limit_bytes)
