@@ -58,6 +58,8 @@ class Task:
         self._is_event_past = False  # it has come, or has failed
         self.error: BaseException | None = None
         """What the work raised."""
+        self.over_s = 0.0
+        """By `time.perf_counter`, when it was over."""
         self._followers: list[Callable[[], None]] = []
 
     def is_over(self) -> bool:
@@ -434,6 +436,7 @@ class _Pool:
             raise
 
     def _note_over(self, task: Task) -> None:
+        task.over_s = time.perf_counter()
         task._is_over = True
         task._after = task._event = task._end = None
         self._num_unfinished -= 1

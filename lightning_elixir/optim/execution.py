@@ -99,16 +99,14 @@ class UpdateRecord:
         self.streamed_numel += other.streamed_numel
         self.cpu_numel += other.cpu_numel
         self._adopted.append(other)
-        for task in other._tasks:
-            self.watch(task)
+        self._tasks += other._tasks
 
     def watch(self, task: Task) -> None:
         """One of the updates."""
         self._tasks.append(task)
-        task.then(self.note_end)
 
     def note_end(self) -> None:
-        """Something of it is over."""
+        """Something of it that is no task is over."""
         self._end_s = max(self._end_s, time.perf_counter())
 
     def wait(self) -> None:
@@ -131,7 +129,7 @@ class UpdateRecord:
         if not all(task.is_over() for task in self._tasks):
             return None
         return UpdateTimes(
-            update_s=self._end_s - self._start_s,
+            update_s=max([self._end_s, *(task.over_s for task in self._tasks)]) - self._start_s,
             host_update_s=_covered_s(span for record in (self, *self._adopted) for span in record._adam_s),
             gpu_numel=self.gpu_numel,
             streamed_numel=self.streamed_numel,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,17 @@ from lightning_elixir.optim.gradient_change import GradientChange
 from lightning_elixir.optim.scaling import absolute_max, square_sums
 from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers
 from lightning_elixir.runtime.engine import Engine
+
+_UNUSED = -1
+
+
+class _Sums(NamedTuple):
+    """Of the gradients of a chunk's segments."""
+
+    values: Tensor
+    """fp64, one for each segment, on any device."""
+    factor: float = 1.0
+    """What each is yet to be multiplied by."""
 
 
 class GradientNorms:
@@ -59,39 +71,42 @@ class GradientNorms:
 
     def _per_parameter(self, used: Mapping[int, set[int]], change: GradientChange, is_max: bool) -> Tensor:
         """Square sums (or largest magnitudes) of this rank's part of each used parameter's gradient; fp64 on CPU."""
-        pending: list[tuple[list[int], Tensor]] = []
+        pending: dict[torch.device, list[tuple[list[int], _Sums]]] = {}
         row = 0
         for chunk_id in sorted(used):
             rows = {index: row + i for i, index in enumerate(sorted(used[chunk_id]))}
             row += len(rows)
-            segments = self._states.segments[chunk_id]
-            kept = [i for i, s in enumerate(segments) if s.member_index in rows]
-            if kept and self._engine.groups.is_counted:
+            own = [rows.get(s.member_index, _UNUSED) for s in self._states.segments[chunk_id]]
+            if any(place != _UNUSED for place in own) and self._engine.groups.is_counted:
                 sums = self._of_chunk(chunk_id, change, is_max)
-                pending.append(([rows[segments[i].member_index] for i in kept], sums[kept]))
+                pending.setdefault(sums.values.device, []).append((own, sums))
         result = torch.zeros(row, dtype=torch.float64)
-        if pending:
-            values = torch.cat([sums.to("cpu", non_blocking=False) for _, sums in pending])
-            result[torch.tensor([r for rows, _ in pending for r in rows])] = values
+        for found in pending.values():
+            # In one transfer: a device that has nothing else to do waits for each.
+            values = torch.cat([sums.values for _, sums in found]).to("cpu", non_blocking=False)
+            factors = torch.tensor([sums.factor for own, sums in found for _ in own], dtype=torch.float64)
+            places = torch.tensor([place for own, _ in found for place in own])
+            is_used = places != _UNUSED
+            result[places[is_used]] = (values * factors)[is_used]
         return result
 
-    def _of_chunk(self, chunk_id: int, change: GradientChange, is_max: bool) -> Tensor:
-        """The same of all segments of a chunk; fp64 on the shard's device."""
+    def _of_chunk(self, chunk_id: int, change: GradientChange, is_max: bool) -> _Sums:
+        """The same of all segments of a chunk."""
         shard, reducer = self._engine.store[chunk_id], self._engine.reducer
         bounds = [(s.shard_offset, s.numel) for s in self._states.segments[chunk_id]]
         if shard.grad is None:
-            return torch.zeros(len(bounds), dtype=torch.float64)
+            return _Sums(torch.zeros(len(bounds), dtype=torch.float64))
         if reducer.has_begun(chunk_id):
             self._engine.check_whole()
         reducer.landing.wait(chunk_id)  # and learn whether adding up has failed
         known = None if is_max or change.clips else reducer.square_sums.get(chunk_id)
         if known is not None:
-            return known * change.inverse_scale**2
+            return _Sums(known, change.inverse_scale**2)
         grad = shard.read_grad()
         if grad is None:
             raise RuntimeError("a gradient has gone while its norm was computed")
         measure = absolute_max if is_max else square_sums
         if change.clips:
             wide = grad if grad.dtype.itemsize >= 4 else grad.float()
-            return measure(change.applied(wide), bounds)
-        return measure(grad, bounds, scale=change.inverse_scale)
+            return _Sums(measure(change.applied(wide), bounds))
+        return _Sums(measure(grad, bounds, scale=change.inverse_scale))

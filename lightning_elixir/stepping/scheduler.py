@@ -337,10 +337,11 @@ class UpdateScheduler:
             step = _Step(record, engine.device.compute_event(), {c.id: self._place(c) for c in others})
             if begun.keys() - step.orders.keys():
                 raise StateError("gradients were dropped whose updates had begun inside backward")
-            for chunk_id in sorted(step.orders, key=step.orders.__getitem__):
-                self._update(engine.chunks[chunk_id], used[chunk_id], begun.get(chunk_id), step)
+            # First, since a device that has given a norm has nothing else to do while the others are described.
             updates = [u for c in near for u in self._describer.near(c, used[c.id])]
             has_gone_down = self._runner.run_on_device(updates, record)
+            for chunk_id in sorted(step.orders, key=step.orders.__getitem__):
+                self._update(engine.chunks[chunk_id], used[chunk_id], begun.get(chunk_id), step)
             if engine.plan.update_timing is UpdateTiming.AFTER_BACKWARD:
                 record.wait()
                 self._runner.release_stream()
