@@ -220,6 +220,21 @@ class StepInterval:
     """Chunks in the order in which their first and their last gradient comes, each once for either; a third time where
     more come after all that were expected, as of experts that had no token in the step before: these wait until
     backward ends. None: those of `grads` get all of theirs in it, one after the other."""
+    grad_s: tuple[float, ...] = ()
+    """How much of `compute_s` has gone by when each of `grads` becomes complete, ascending; none: not known."""
+
+    @property
+    def until_grads_s(self) -> tuple[float, ...]:
+        """As `grad_s`; where that is not known, evenly over the interval, as in the backward of a layer whose weights
+        checkpointing has kept, so that none is fetched again."""
+        count = len(self.grads)
+        return self.grad_s or tuple(self.compute_s * (n / count) for n in range(1, count + 1))
+
+    def grad_s_before(self, other: StepInterval) -> tuple[float, ...]:
+        """`grad_s` of this interval and the one after it in one."""
+        if not (self.grad_s or other.grad_s):
+            return ()
+        return self.until_grads_s + tuple(self.compute_s + seconds for seconds in other.until_grads_s)
 
 
 class Course(NamedTuple):
@@ -310,7 +325,15 @@ class StepProfile:
         def kept(ids: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(chunk for chunk in ids if chunk < count)
 
-        intervals = tuple(replace(i, grads=kept(i.grads), arrivals=kept(i.arrivals)) for i in self.intervals)
+        intervals = tuple(
+            replace(
+                i,
+                grads=kept(i.grads),
+                arrivals=kept(i.arrivals),
+                grad_s=tuple(seconds for chunk, seconds in zip(i.grads, i.grad_s, strict=False) if chunk < count),
+            )
+            for i in self.intervals
+        )
         return replace(self, trace=AccessTrace(events), intervals=intervals)
 
     def with_margin(
@@ -394,8 +417,10 @@ def step_profile(profile: MemoryProfile, packed: Sequence[PackedChunk], hardware
                     finished.append(chunk_id)
         ids = ids_of(item.fqns)
         moves = item.moves if item.moves else NO_MOVES  # the one, also where the profile comes from another process
+        # Compiled code gives all of its gradients when it ends.
+        grad_s = (compute_s,) * len(finished) if item.is_compiled and len(finished) > 1 else ()
         interval = StepInterval(
-            compute_s, item.activation_bytes, tuple(finished), item.is_backward, moves, tuple(arrivals)
+            compute_s, item.activation_bytes, tuple(finished), item.is_backward, moves, tuple(arrivals), grad_s
         )
         if ids:
             events.append(Acquire(ids, item.is_pinned, ids_of(item.held)))
@@ -410,7 +435,8 @@ def step_profile(profile: MemoryProfile, packed: Sequence[PackedChunk], hardware
     late = tuple(i for i, left in waiting.items() if 0 < left < len(packed[i].members))
     if late and intervals:
         last = intervals[-1]
-        intervals[-1] = replace(last, grads=last.grads + late, arrivals=last.arrivals + late)
+        grad_s = last.grad_s and last.grad_s + (last.compute_s,) * len(late)
+        intervals[-1] = replace(last, grads=last.grads + late, arrivals=last.arrivals + late, grad_s=grad_s)
     return StepProfile(AccessTrace(tuple(events)), tuple(intervals), profile.offloaded_bytes, is_alone=True)
 
 
@@ -442,4 +468,5 @@ def _joined(first: StepInterval, second: StepInterval) -> StepInterval:
         first.is_backward,
         first.moves + second.moves,
         first.arrivals + second.arrivals,
+        first.grad_s_before(second),
     )

@@ -115,7 +115,7 @@ class Iterations:
         Args:
             unfinished: Chunks of which only now is known that they get no more gradients.
         """
-        self.sampler.grads_complete(unfinished)
+        self.sampler.grads_complete(unfinished, is_at_end=True)
         self.sampler.end_backward()
         self.growth.end_backward(self._taken_bytes())
 

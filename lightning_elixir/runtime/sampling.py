@@ -41,6 +41,8 @@ class _Clock:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._index = 0
+        self.num_stops = 0
+        """How often compute has stopped in the interval under way."""
         self.begin = device.mark()
         self._started: Mark | None = self.begin
         self._stopped: Mark | None = None
@@ -57,6 +59,7 @@ class _Clock:
             self._stopped = self._device.mark()
             self._runs.append((self._index, self._started, self._stopped))
             self._started = None
+            self.num_stops += 1
 
     def go_on(self, *, has_waited: bool) -> None:
         if self._stopped is None:
@@ -69,6 +72,7 @@ class _Clock:
 
     def next_interval(self) -> None:
         self._index += 1
+        self.num_stops = 0
 
     def note(self) -> None:
         """The step may turn out to have ended here."""
@@ -90,11 +94,13 @@ class _Clock:
         self._started = self._stopped = None
         return self._runs[-1][2] if self._runs else None
 
-    def read(self) -> tuple[list[float], float]:
-        """Seconds of compute by interval, and of waiting in all."""
-        seconds = [0.0] * (self._index + 1)
+    def read(self) -> tuple[list[list[float]], float]:
+        """Seconds of compute of each interval until nothing has stopped it, until its first stop, and so on; and of
+        waiting in all."""
+        seconds = [[0.0] for _ in range(self._index + 1)]
         for index, start, stop in self._runs:
-            seconds[index] += max(0.0, stop.seconds_since(start))
+            of_interval = seconds[index]
+            of_interval.append(of_interval[-1] + max(0.0, stop.seconds_since(start)))
         return seconds, sum(max(0.0, stop.seconds_since(start)) for start, stop in self._waits)
 
 
@@ -105,19 +111,29 @@ class _Sample:
     trace: AccessTrace | None
     """None: it took another way than the known one."""
     grads: list[list[int]]
+    stops: list[list[int]]
+    """For each of `grads`, at which stop of its interval's compute it was complete."""
     arrivals: list[list[int]]
     """As in `StepInterval`."""
     peaks: list[int] | None
     levels: list[int]
     """Bytes beside the engine's own at each access, before anything was fetched for it; empty without peaks."""
     clock: _Clock | None
-    seconds: list[float] | None = None
+    seconds: list[list[float]] | None = None
+    """As `_Clock.read` gives them."""
     wait_s: float = 0.0
 
     def read(self) -> None:
         if self.clock is not None:
             self.seconds, self.wait_s = self.clock.read()
             self.clock = None
+
+    def grad_s(self, index: int) -> tuple[float, ...]:
+        """See `StepInterval`; of one that was timed, and read."""
+        if not self.seconds:
+            return ()
+        until_s = self.seconds[index]
+        return tuple(until_s[min(stop, len(until_s) - 1)] for stop in self.stops[index])
 
     def has_accesses_of(self, other: _Sample) -> bool:
         if self.trace is None or other.trace is None:
@@ -149,6 +165,7 @@ class StepSampler:
         self._peaks: list[int] | None = None
         self._levels: list[int] = []
         self._grads: list[list[int]] | None = None
+        self._stops: list[list[int]] = []
         self._arrivals: list[list[int]] = []
         self._has_accesses = True
         # Earlier ones
@@ -186,10 +203,10 @@ class StepSampler:
         self._since = self._last_end = None
         self._has_accesses = has_accesses
         if memory or self.has_memory:
-            self._grads, self._arrivals, self._peaks, self._levels = [[]], [[]], [0], []
+            self._grads, self._stops, self._arrivals, self._peaks, self._levels = [[]], [[]], [[]], [0], []
             self.restart_peak()
         if self.has_times:
-            self._grads, self._arrivals, self._clock = [[]], [[]], _Clock(self._device)
+            self._grads, self._stops, self._arrivals, self._clock = [[]], [[]], [[]], _Clock(self._device)
             self._between = None if since is None else (since, self._clock.begin)
         self._update()
 
@@ -213,6 +230,7 @@ class StepSampler:
     def _next_interval(self) -> None:
         if self._grads is not None:
             self._grads.append([])
+            self._stops.append([])
             self._arrivals.append([])
         if self._peaks is not None:
             self._peaks.append(0)
@@ -252,11 +270,18 @@ class StepSampler:
                 self._peaks[-1] = max(0, self._device.allocated_bytes() - self._held_before)
         self._arrivals[-1].append(chunk_id)
 
-    def grads_complete(self, chunk_ids: Iterable[int]) -> None:
+    def grads_complete(self, chunk_ids: Iterable[int], *, is_at_end: bool = False) -> None:
+        """Gradients of some chunks are complete, and have been waited for.
+
+        Args:
+            is_at_end: Only the end of backward tells it.
+        """
         if self._grads is None:
             return
         chunk_ids = tuple(chunk_ids)
+        stop = 0 if self._clock is None else self._clock.num_stops + is_at_end
         self._grads[-1].extend(chunk_ids)
+        self._stops[-1].extend([stop] * len(chunk_ids))
         self._arrivals[-1].extend(chunk_ids)
         if self._grads[-1] and not self._has_accesses:
             self._end_interval()
@@ -301,7 +326,7 @@ class StepSampler:
                 trace = AccessTrace((Acquire((), is_pinned=False),) * (len(self._grads) - 1))
             if trace is not None and len(self._grads) != sum(1 for _ in trace.acquires()) + 1:
                 trace = None
-            sample = _Sample(trace, self._grads, self._arrivals, self._peaks, self._levels, self._clock)
+            sample = _Sample(trace, self._grads, self._stops, self._arrivals, self._peaks, self._levels, self._clock)
             if self._clock is not None:
                 self._last_end = self._clock.settle()
                 self._before_last = self.all_seconds()  # the device has long come to the end of that one
@@ -329,7 +354,7 @@ class StepSampler:
     def abandon(self) -> None:
         """Forget the iteration under way."""
         self._clock = self._peaks = self._grads = None
-        self._arrivals, self._levels = [], []
+        self._stops, self._arrivals, self._levels = [], [], []
         self._update()
 
     def _update(self) -> None:
@@ -362,17 +387,22 @@ class StepSampler:
             return None
         num = len(sample.grads)
         seconds, peaks = [0.0] * num, [0] * num
+        grad_s: list[tuple[float, ...]] = [()] * num
         timed, measured = self._last_timed, self._last_with_memory
         if timed is not None and sample.has_accesses_of(timed):
             timed.read()
-            seconds = timed.seconds or seconds
+            seconds = [until_s[-1] for until_s in timed.seconds or ()] or seconds
+            if timed.grads == sample.grads:
+                grad_s = [timed.grad_s(index) for index in range(num)]
         if measured is not None and sample.has_accesses_of(measured):
             peaks = measured.peaks or peaks
         elif measured is not None and not any(sample.trace.in_use()):
             peaks = [max(measured.peaks or [0])] * num
         intervals = (
-            StepInterval(s, p, tuple(grads), arrivals=tuple(arrivals))
-            for s, p, grads, arrivals in zip(seconds, peaks, sample.grads, sample.arrivals, strict=True)
+            StepInterval(s, p, tuple(grads), arrivals=tuple(arrivals), grad_s=until_s)
+            for s, p, grads, arrivals, until_s in zip(
+                seconds, peaks, sample.grads, sample.arrivals, grad_s, strict=True
+            )
         )
         return StepProfile(sample.trace, tuple(intervals))
 
@@ -382,7 +412,7 @@ class StepSampler:
         if timed is None:
             return None
         timed.read()
-        return StepSeconds(sum(timed.seconds or ()), timed.wait_s)
+        return StepSeconds(sum(until_s[-1] for until_s in timed.seconds or ()), timed.wait_s)
 
     def seconds_between(self) -> float | None:
         """From the end of the backward before a step to the begin of the forward after it, on the device, if both were

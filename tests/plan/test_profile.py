@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_elixir.plan.activations import NO_MOVES
 from lightning_elixir.plan.packing import pack
 from lightning_elixir.plan.profile import MemoryProfile, ProfileInterval, StepInterval, StepProfile, step_profile
 from lightning_elixir.plan.types import AccessTrace, Acquire, Drop
@@ -109,6 +110,18 @@ def test_what_no_chunk_holds_is_left_out() -> None:
     assert profile.intervals == (StepInterval(0.0, 0), StepInterval(3e-3, 9, (0,), False, arrivals=(0, 0)))
 
 
+def test_compiled_code_gives_its_gradients_when_it_ends() -> None:
+    def intervals(*, is_compiled: bool, grads: tuple[str, ...] = ("a", "b", "c")) -> tuple[StepInterval, ...]:
+        back = interval(("a", "c"), is_pinned=False, flops=1000, grads=grads, is_compiled=is_compiled)
+        after = interval(flops=2000)
+        return step_profile(memory_profile(interval(("a",)), back, after), PACKED, HARDWARE).intervals
+
+    assert intervals(is_compiled=True)[-1] == StepInterval(3e-3, 0, (0, 2), False, NO_MOVES, (0, 0, 2, 2), (1e-3, 1e-3))
+    assert intervals(is_compiled=False)[-1].grad_s == ()
+    late = intervals(is_compiled=True, grads=("a", "c"))[-1]  # b is not used
+    assert (late.grads, late.until_grads_s) == ((2, 0), pytest.approx((1.5e-3, 3e-3)))
+
+
 def test_of_the_first_chunks_there_are_no_others() -> None:
     """There is still one interval after each access."""
     events = (Acquire((0, 2), is_pinned=True), Drop((0, 2)), Acquire((2,), is_pinned=False, held=(0,)))
@@ -117,6 +130,9 @@ def test_of_the_first_chunks_there_are_no_others() -> None:
     assert profile.trace.events == (Acquire((0,), is_pinned=True), Drop((0,)), Acquire((), is_pinned=False, held=(0,)))
     assert profile.intervals == (*intervals[:2], StepInterval(2.0, 9, (0,)))
     assert profile.trace.in_use() == {frozenset((0,))}
+    timed = replace(profile.intervals[2], grads=(2, 0), grad_s=(1.0, 1.5))
+    profile = StepProfile(AccessTrace(events), (*intervals[:2], timed)).of_first_chunks(2)
+    assert profile.intervals[2] == StepInterval(2.0, 9, (0,), grad_s=(1.5,))
 
 
 def test_a_chunk_with_an_unused_parameter_is_complete_at_the_end() -> None:

@@ -175,6 +175,32 @@ def test_waiting_is_no_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     module.close()
 
 
+def test_gradients_have_their_time_in_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward takes its time before a layer's weight is needed: when the one above has given its gradient."""
+    clock = Clock(monkeypatch, fetch_s=0.03, layer_s=0.0)
+
+    def take_time(grad: Tensor) -> None:
+        clock.now_s += 0.02
+
+    def before_backward(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(take_time)
+
+    model = nn.Sequential(*(clock.layer() for _ in range(3)))
+    for layer in model:
+        layer.register_forward_hook(before_backward)
+    module, device = build(monkeypatch, model, prefetch=False)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    module.engine.sample_times(True)
+    step(module, optimizer, device)
+    profile = sampled(module)
+    assert profile.compute_s == pytest.approx(3 * 0.02)
+    # The first layer's input needs no gradient, so its weight is not needed.
+    assert [i.grads for i in profile.intervals] == [(), (), (), (), (2,), (1, 0)]
+    assert [i.grad_s for i in profile.intervals[4:]] == [pytest.approx((0.0,)), pytest.approx((0.0, 0.02))]
+    assert [i.compute_s for i in profile.intervals[3:]] == pytest.approx([0.02] * 3)
+    module.close()
+
+
 def test_all_that_was_timed_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several micro-batches `stats` has the last one."""
     clock = Clock(monkeypatch, fetch_s=0.03, layer_s=0.01)

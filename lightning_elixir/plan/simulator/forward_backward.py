@@ -91,7 +91,7 @@ class ForwardBackward:
                 self._bring_activations(moves)
             if is_detailed:
                 clocks.record.access(used_blocks)
-            if len(grads) > 1:
+            if len(grads) > 1 or interval.grad_s:
                 self._compute_spread(interval, ids)
                 self._send_activations(moves)
                 continue
@@ -202,11 +202,11 @@ class ForwardBackward:
             clocks.record.span("collective", uploaded_s, uploaded_s + fetch.gather_s, f"gather {chunk_id}")
             clocks.record.span("d2h", end_s - fetch.refresh_s, end_s, f"refresh {chunk_id}")
 
-    def _compute(self, interval: StepInterval, label: str, parts: int = 1) -> None:
-        """One of so many equal parts of an interval."""
+    def _compute(self, interval: StepInterval, label: str, seconds: float | None = None) -> None:
+        """An interval, or so many seconds of it."""
         clocks = self._clocks
         start_s = clocks.now_s
-        clocks.advance(interval.compute_s / parts)
+        clocks.advance(interval.compute_s if seconds is None else seconds)
         if clocks.record.is_detailed:
             for chunk_id in interval.arrivals:
                 clocks.record.gradient(self._chunks[chunk_id])
@@ -214,12 +214,20 @@ class ForwardBackward:
             clocks.record.remember(start_s, interval.non_model_bytes)
 
     def _compute_spread(self, interval: StepInterval, ids: Sequence[int]) -> None:
-        """An interval in which several chunks get their gradients. When is not known: one after the other, as in the
-        backward of a layer whose weights checkpointing has kept, so that none is fetched again."""
+        """An interval in which several chunks get their gradients, or of which is known when one does.
+
+        Those of compiled code come all at once, and each waits until the one before is away. Seen on H200s, Llama-7B
+        with compiled blocks, 8 x 2048: 0.144 s of waiting in a step with five chunks to a layer, and 0.088 s with two,
+        which is what all of a layer's chunks but one take to go down."""
         label = f"chunk {', '.join(map(str, ids))}" if self._clocks.record.is_detailed else ""
-        for chunk_id in interval.grads:
-            self._compute(interval, label, len(interval.grads))
+        done_s = 0.0
+        for number, (chunk_id, until_s) in enumerate(zip(interval.grads, interval.until_grads_s, strict=True)):
+            if until_s > done_s or number == 0:
+                self._compute(interval, label, until_s - done_s)
+                done_s = until_s
             self._gradient(chunk_id)
+        if interval.compute_s > done_s:
+            self._compute(interval, label, interval.compute_s - done_s)
 
     def _gradient(self, chunk_id: int) -> None:
         """A chunk's gradients are complete: they are reduced, and go where they stay."""

@@ -266,6 +266,7 @@ def compressed(profile: StepProfile) -> StepProfile:
                 earlier.grads + interval.grads,
                 moves=earlier.moves + interval.moves,
                 arrivals=earlier.arrivals + interval.arrivals,
+                grad_s=earlier.grad_s_before(interval),
             )
         else:
             events.append(event)

@@ -250,6 +250,25 @@ def test_gradients_of_one_interval_come_one_after_the_other() -> None:
     assert times.total_s == pytest.approx(wanted.total_s)
 
 
+def test_gradients_that_come_all_at_once_wait_for_each_other() -> None:
+    """As those of compiled code: each goes down for 1.5 ms, beside nothing, and all but two wait for a block."""
+    plan = make_plan_of(chunks_at(KEPT, 4), 0)
+    hardware = machine(d2h=BLOCK_BYTES / 1.5e-3)
+
+    def waiting_s(*grad_s: float) -> float:
+        joined = StepInterval(8e-3, 0, (3, 2, 1, 0), grad_s=grad_s)
+        profile = StepProfile(unpinned(0, 1, 2, 3, 3), (*there(4, 2e-3).intervals, joined))
+        timeline = run(plan, profile, hardware, is_detailed=True)
+        computing_s = sum(s.end_s - s.start_s for s in timeline.spans if s.label.startswith("backward"))
+        assert timeline.times.compute_s == pytest.approx(16e-3)
+        assert computing_s in (0.0, pytest.approx(8e-3))  # whether it is backward is not said
+        return timeline.times.waiting_s
+
+    assert waiting_s(*[8e-3] * 4) == pytest.approx(4 * 1.5e-3)
+    assert waiting_s(*[0.0] * 4) == pytest.approx(3 * 1.5e-3)  # the last one goes down beside what is left to compute
+    assert waiting_s(2e-3, 4e-3, 6e-3, 8e-3) == pytest.approx(1.5e-3) == waiting_s()
+
+
 def test_both_directions_at_once_take_longer() -> None:
     """Chunk 1's gradient goes down for 3 ms, beside the fetch of chunk 0."""
     chunks = [*chunks_at(OFFLOADED, 1), *chunks_at(KEPT, 2)[1:]]
@@ -592,6 +611,17 @@ def test_gradients_of_a_brief_profile_are_no_earlier() -> None:
         ours, theirs = run(plan, brief, hardware).times, run(plan, profile, hardware).times
         assert ours.step_s == pytest.approx(theirs.step_s)
         assert abs(ours.total_s - theirs.total_s) <= 4 * longest + 0.05 * theirs.total_s
+
+
+def test_a_brief_profile_knows_when_gradients_come() -> None:
+    first, second = StepInterval(2e-3, 0, (1,)), StepInterval(3e-3, 0, (2, 0), grad_s=(1e-3, 3e-3))
+    profile = StepProfile(unpinned(0, 0), (StepInterval(0.0, 0), first, second))
+    _, joined = compressed(profile).intervals
+    assert joined.grads == (1, 2, 0)
+    assert joined.grad_s == pytest.approx((2e-3, 3e-3, 5e-3))
+    _, joined = compressed(replace(profile, intervals=(StepInterval(0.0, 0), first, first))).intervals
+    assert joined.grad_s == ()
+    assert joined.until_grads_s == pytest.approx((2e-3, 4e-3))
 
 
 def test_nothing_is_left_of_an_empty_profile() -> None:
