@@ -49,7 +49,7 @@ from lightning_elixir.runtime.landing import Landing
 from lightning_elixir.runtime.transport import Transport
 from lightning_elixir.runtime.zero_grads import ZeroGrads
 
-# Blocks whose reduction or download may be under way before the compute stream waits for the oldest; one more collects.
+# Blocks whose reduction or download may be under way when another begins to collect.
 _MAX_IN_FLIGHT = GRAD_BLOCKS - 1
 
 
@@ -73,6 +73,7 @@ class _InFlight:
     is_late: bool
     is_whole: bool  # every parameter that can have one had a gradient, on this rank
     is_of_copy: bool = False  # the mean over the other copies is still to come
+    is_kept: bool = False  # the block is the gradient shard from now on
     earlier: Tensor | None = None  # what the result is added to: the lane reads it, the compute stream could reuse it
 
 
@@ -197,7 +198,8 @@ class Reducer:
         try:
             collected = self._collected[chunk_id]
         except KeyError:
-            collected = _Collected(self._new_block(chunk), self._expected.get(chunk_id))
+            with self._waiting():
+                collected = _Collected(self._new_block(chunk), self._expected.get(chunk_id))
             self._collected[chunk_id] = collected
         target = collected.block.as_strided(*chunk.places[index])
         arrived = collected.arrived
@@ -538,8 +540,8 @@ class Reducer:
         if not is_pending:
             self._land(item)
         self._in_flight.append(item)
-        if not self._device.is_synchronous or not is_pending:
-            self._retire(_MAX_IN_FLIGHT)
+        if self._device.is_synchronous and not is_pending:
+            self._retire(_MAX_IN_FLIGHT)  # now: collectives end in an order, and gradients come in any
 
     def _start_reduction(self, chunk: Chunk, block: Tensor, is_late: bool, is_whole: bool) -> _InFlight:
         sent = block if self._reduce_dtype is None else block.to(self._reduce_dtype)
@@ -559,12 +561,12 @@ class Reducer:
         return _InFlight(chunk, sent, result, work, None, is_late, is_whole, is_of_copy)
 
     def _retire(self, keep: int, *, is_given_up: bool = False) -> None:
-        """Finish the oldest reductions until `keep` are under way; their blocks become free.
+        """Finish the oldest reductions until the blocks of `keep` are under way; those of the others become free.
 
         Args:
             is_given_up: By this rank, perhaps alone: others may never come to the means over copies.
         """
-        while len(self._in_flight) > keep:
+        while self._in_flight and (not keep or sum(not item.is_kept for item in self._in_flight) > keep):
             item = self._in_flight.popleft()
             is_pending = item.work is not None or item.is_of_copy
             if item.work is not None:
@@ -583,6 +585,7 @@ class Reducer:
         chunk, result = item.chunk, item.result[: self._store.optim_numel(item.chunk.spec)]
         shard = self._store.settle(chunk.id)
         item.earlier = shard.grad
+        item.is_kept = shard.grad is None and item.result is item.block and chunk.spec.optim_tier is Tier.GPU
         if shard.grad is not None:
             self.withdraw((chunk.id,))
         with self._device.reduce_lane.issue(), label("gradients", chunk.id):
@@ -608,7 +611,14 @@ class Reducer:
         return self._groups.segments(chunk.spec)
 
     def _new_block(self, chunk: Chunk) -> Tensor:
-        if not self._groups.is_shared(chunk.spec) and chunk.spec.optim_tier is Tier.GPU:
+        """Where a chunk's gradients collect. Only now the compute stream waits until an earlier block is free: compiled
+        code gives all of its gradients at once, and what is computed next has no use for a block. (Seen on H200s,
+        Llama-7B with compiled layers, 8 x 2048: steps waited 0.144 s with five chunks to a layer, 0.088 s with two.)"""
+        is_own = not self._groups.is_shared(chunk.spec) and chunk.spec.optim_tier is Tier.GPU
+        is_kept = is_own and self._store[chunk.id].grad is None
+        if not (is_kept or self._device.is_synchronous):
+            self._retire(_MAX_IN_FLIGHT)
+        if is_own:
             # It becomes the gradient shard, and stays while activations go: it comes from the memory that they leave.
             return torch.empty(chunk.spec.numel, dtype=chunk.dtype, device=self._device.torch_device)
         block = torch.empty(0, dtype=chunk.dtype, device=self._device.torch_device)

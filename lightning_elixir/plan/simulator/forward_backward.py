@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lightning_elixir.plan.activations import NO_MOVES, ActivationMoves
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
-from lightning_elixir.plan.memory import STAGING_BUFFERS
+from lightning_elixir.plan.memory import GRAD_BLOCKS, STAGING_BUFFERS
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.simulator.clocks import Clocks
 from lightning_elixir.plan.simulator.cost import ChunkCosts
@@ -55,7 +55,7 @@ class ForwardBackward:
         # Of the micro-batch under way.
         self._ready: dict[int, float] = {}  # when it is there, less `late_s` of the clocks
         self._held_up: dict[int, float] = {}  # seconds that a fetch began later because of its chunk's update
-        self._collected_s = 0.0  # end of the last reduction, less `late_s`
+        self._blocks: deque[float] = deque(maxlen=GRAD_BLOCKS)  # when the last gradients had left theirs, less `late_s`
         self._sums: deque[float] = deque(maxlen=STAGING_BUFFERS)  # ends of the last additions in host memory
         # Of chunks that are updated in the step: when the last gradient is reduced, less `late_s`, and when all are
         # added up.
@@ -75,7 +75,8 @@ class ForwardBackward:
         """One forward and one backward; returns their seconds."""
         clocks = self._clocks
         begin_s = clocks.now_s
-        self._ready, self._held_up, self._collected_s, self._reduced_s = {}, {}, 0.0, 0.0
+        self._ready, self._held_up, self._reduced_s = {}, {}, 0.0
+        self._blocks.clear()
         clocks.record.begin_micro_batch()
         is_detailed = clocks.record.is_detailed
         if self._before is not None:
@@ -216,9 +217,7 @@ class ForwardBackward:
     def _compute_spread(self, interval: StepInterval, ids: Sequence[int]) -> None:
         """An interval in which several chunks get their gradients, or of which is known when one does.
 
-        Those of compiled code come all at once, and each waits until the one before is away. Seen on H200s, Llama-7B
-        with compiled blocks, 8 x 2048: 0.144 s of waiting in a step with five chunks to a layer, and 0.088 s with two,
-        which is what all of a layer's chunks but one take to go down."""
+        Those of compiled code come all at once, and all but two wait for a block."""
         label = f"chunk {', '.join(map(str, ids))}" if self._clocks.record.is_detailed else ""
         done_s = 0.0
         for number, (chunk_id, until_s) in enumerate(zip(interval.grads, interval.until_grads_s, strict=True)):
@@ -238,6 +237,9 @@ class ForwardBackward:
         if is_detailed:
             clocks.record.gradient(chunk)
         reduce_s, download_s = costs.reduce_s, costs.download_s
+        has_block = reduce_s + download_s > 0  # otherwise it becomes the gradient shard
+        if has_block and len(self._blocks) == GRAD_BLOCKS:
+            clocks.wait(self._blocks[0] + clocks.late_s, "wait for a gradient block")
         start_s = max(clocks.reduce.free_s, clocks.now_s)
         if download_s and (clocks.fetch.free_s > start_s or clocks.h2d.is_busy(start_s)):
             download_s *= self._duplex_slowdown
@@ -256,11 +258,10 @@ class ForwardBackward:
         if is_detailed:
             clocks.record.span("collective", start_s, reduced_s, f"reduce {chunk_id}")
             clocks.record.span("d2h", down_s, end_s, f"gradients {chunk_id}")
-        # It is needed for the chunk that follows.
-        clocks.wait(self._collected_s + clocks.late_s, "wait for a gradient block")
-        self._collected_s = end_s - clocks.late_s
+        if has_block:
+            self._blocks.append(end_s - clocks.late_s)
         if chunk_id not in self._updates.behind:
-            self._reduced_s, self._summed_s = self._collected_s, max(self._summed_s, landed_s)
+            self._reduced_s, self._summed_s = end_s - clocks.late_s, max(self._summed_s, landed_s)
         if chunk.optim_tier is not Tier.GPU:
             self._updates.land(chunk, landed_s, stored_s)
 

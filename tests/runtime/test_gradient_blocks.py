@@ -1,0 +1,132 @@
+"""The blocks that gradients collect in: few, and what is computed waits for one only where it is needed."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_elixir.core.device import CpuDevice, Event
+from lightning_elixir.plan.memory import GRAD_BLOCKS
+from lightning_elixir.plan.types import Plan, Tier
+from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.landing import Landing
+from lightning_elixir.runtime.reducer import Reducer
+from lightning_elixir.wrapper import ElixirModule
+from tests.helpers.plans import make_plan
+
+SIZE = 16
+
+
+class AllAtOnce(torch.autograd.Function):
+    """A product with several matrices, whose gradients come together, as those of compiled code do."""
+
+    @staticmethod
+    def forward(ctx: Any, log: list[str], x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.log = log
+        ctx.save_for_backward(x, *weights)
+        return x @ torch.stack(weights).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.log.append("backward")
+        x, *weights = ctx.saved_tensors
+        grad = x.T @ grads[0]
+        return None, grads[0] @ torch.stack(weights).sum(0).T, *(grad.clone() for _ in weights)
+
+
+class Layer(nn.Module):
+    def __init__(self, log: list[str], num_weights: int) -> None:
+        super().__init__()
+        self.log = log
+        self.weights = nn.ParameterList(torch.randn(SIZE, SIZE) / SIZE for _ in range(num_weights))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = AllAtOnce.apply(self.log, x, *self.weights)
+        return result
+
+
+class LateEvent:
+    def __init__(self, event: Event, log: list[str]) -> None:
+        self.event, self.log = event, log
+
+    def wait(self) -> None:
+        self.log.append("wait")
+        self.event.wait()
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def is_over(self) -> bool:
+        return self.event.is_over()
+
+
+def plan_of(model: nn.Module, num_on_device: int) -> Plan:
+    """A chunk for each weight, in host memory but for every `num_on_device`-th (0: all)."""
+    plan = make_plan(model, placement_policy="cpu", chunk_size=SIZE * SIZE)
+    chunks = tuple(
+        replace(c, param_tier=Tier.GPU, optim_tier=Tier.GPU, is_persistent=True)
+        if num_on_device and c.id % num_on_device == 0
+        else c
+        for c in plan.chunks
+    )
+    assert all(len(c.members) == 1 for c in chunks)
+    return replace(plan, chunks=chunks)
+
+
+@pytest.mark.parametrize("num_on_device", [0, 2])
+@pytest.mark.parametrize("num_weights", [2, 3])
+def test_gradients_that_come_at_once_hold_up_nothing_but_each_other(
+    num_weights: int, num_on_device: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two in each layer, both have a block, and the next layer is computed at once; a third waits for the first."""
+    log: list[str] = []
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(log, num_weights) for _ in range(4)))
+    plain, x = copy.deepcopy(model), torch.randn(SIZE, SIZE)
+    plain(x).square().sum().backward()
+
+    most_blocks = 0
+    new_block, land = Reducer._new_block, Landing.land
+
+    def counted(self: Reducer, chunk: Chunk) -> Tensor:
+        nonlocal most_blocks
+        if chunk.spec.optim_tier is not Tier.GPU:
+            log.append("block")
+        block = new_block(self, chunk)
+        used = [i.chunk for i in self._in_flight] + [self._chunks[i] for i in self._collected] + [chunk]
+        most_blocks = max(most_blocks, sum(c.spec.optim_tier is not Tier.GPU for c in used))
+        return block
+
+    def late(self: Landing, *args: Any, **options: Any) -> Event:
+        log.append("landing")
+        return LateEvent(land(self, *args, **options), log)
+
+    make = CpuDevice.__init__
+
+    def make_late(self: CpuDevice) -> None:
+        make(self)
+        self.is_synchronous = False
+
+    monkeypatch.setattr(Reducer, "_new_block", counted)
+    monkeypatch.setattr(Landing, "land", late)
+    with patch.object(CpuDevice, "__init__", make_late):
+        module = ElixirModule(model, plan_of(model, num_on_device))
+        log.clear()
+        module(x).square().sum().backward()
+        for (name, p), own in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(p.grad, own.grad), name  # type: ignore[arg-type]
+        module.close()
+    assert most_blocks == GRAD_BLOCKS
+    first, *layers = [part.split() for part in " ".join(log).split("backward")]
+    assert not first
+    assert len(layers) == 4
+    for layer in layers[:-1]:  # backward itself ends with waiting for all
+        assert layer[-1] == "landing"  # and the next one is computed
+        assert all(layer[i - 1] in ("block", "wait") for i, what in enumerate(layer) if what == "wait")
+    assert any("wait" in layer for layer in layers[:-1])
