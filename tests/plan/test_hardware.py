@@ -89,6 +89,13 @@ def test_a_slower_host_leaves_more_to_the_stream() -> None:
     assert slow.name == machine.name + ", the host's updates as seen in training" == slow.with_host_slower(1.1).name
 
 
+@pytest.mark.parametrize(("host_bytes_per_s", "slowdown"), [(None, 1.0), (60e9, 1.0), (42.4e9, 1.25), (20e9, 53 / 28)])
+def test_copies_and_updates_share_the_hosts_memory(host_bytes_per_s: float | None, slowdown: float) -> None:
+    """Updates ask for 28 GB/s, or are measured to get them, and a copy for 25."""
+    machine = replace(HardwareSpec.nominal(), h2d=BandwidthCurve.constant(25e9), host_bytes_per_s=host_bytes_per_s)
+    assert machine.copies_beside_updates == pytest.approx(slowdown)
+
+
 def test_a_faster_host_takes_nothing_from_the_stream() -> None:
     fast = HardwareSpec.nominal().with_host_slower(0.5)
     assert (fast.cpu_adam_numel_per_s, fast.joint_adam_numel_per_s) == pytest.approx((2e9, 4e9))

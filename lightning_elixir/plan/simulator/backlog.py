@@ -304,6 +304,21 @@ class Backlog:
             for site in self._sites:
                 site.advance(until_s)
 
+    def host_s(self, from_s: float, most_s: float) -> float:
+        """For how long the host's worker has something to do from a moment on, as far as is known by now.
+
+        Args:
+            from_s: Up to where all has been let work, or later.
+            most_s: Beyond which it does not matter.
+        """
+        end_s, until_s = self._host.free_s, from_s + most_s
+        for work in self._host.waiting:
+            if end_s >= until_s:
+                break
+            if work.ready_s <= max(end_s, from_s):
+                end_s += work.seconds
+        return max(0.0, min(end_s, until_s) - from_s)
+
     def left_s(self, now_s: float) -> float:
         """Seconds of work that `now_s` leaves to all together."""
         return sum(site.left_s(now_s) for site in self._sites)

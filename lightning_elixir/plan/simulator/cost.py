@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 
-from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
+from lightning_elixir.plan.hardware import ADAM_BYTES, BandwidthCurve, HardwareSpec
 from lightning_elixir.plan.memory import Scheme, has_params_on_nvme, is_on_nvme, uses_nvme
 from lightning_elixir.plan.mesh import AXES
 from lightning_elixir.plan.stream_buffers import SLOT_BYTES
@@ -27,10 +27,6 @@ to 1.19 times on five H200s. So where more of them seem to cost nothing, as they
 def is_time_known(plan: Plan, hardware: HardwareSpec) -> bool:
     """Whether these figures say how long a step takes: not where it waits for a disk that was not measured."""
     return hardware.nvme_adam_numel_per_s is not None or not any(map(uses_nvme, plan.chunks))
-
-
-_ADAM_BYTES = 28
-"""Read and written for one element by an update on the host: see `Costs.update_traffic_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +216,7 @@ class Costs:
         """The host adds up the gradients of several micro-batches: of one of them, on average."""
         rate = self.hardware.host_bytes_per_s
         if rate is None:  # as in updates, which move that many bytes
-            rate = _ADAM_BYTES * self.hardware.cpu_adam_numel_per_s
+            rate = ADAM_BYTES * self.hardware.cpu_adam_numel_per_s
         return self._added_bytes(chunk) / rate
 
     def sum_traffic_bytes(self, chunk: ChunkSpec) -> int:

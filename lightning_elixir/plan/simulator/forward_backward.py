@@ -47,6 +47,7 @@ class ForwardBackward:
         hardware: HardwareSpec,
     ) -> None:
         self._hardware, self._duplex_slowdown = hardware, hardware.duplex_slowdown
+        self._beside_updates = hardware.copies_beside_updates
         self._chunks, self._costs, self._updates, self._clocks = plan.chunks, costs, updates, clocks
         self._before = profile.intervals[0] if profile.intervals else None
         self._accesses = tuple(zip(script.accesses, profile.intervals[1:], strict=True))
@@ -143,7 +144,18 @@ class ForwardBackward:
     def _activation_s(self, rate: BandwidthCurve, nbytes: int, other: Bus) -> float:
         """Of a copy that begins now, in pieces as large as the host's memory is asked for them."""
         seconds = nbytes / rate.bytes_per_s(min(nbytes, _ACTIVATION_BYTES))
-        return seconds * self._duplex_slowdown if other.is_busy(self._clocks.now_s) else seconds
+        now_s = self._clocks.now_s
+        return self._beside(seconds, now_s, is_duplex=other.is_busy(now_s))
+
+    def _beside(self, seconds: float, start_s: float, *, is_duplex: bool) -> float:
+        """Of a copy that begins then: longer beside one in the other direction, and as long as the host updates."""
+        if is_duplex:
+            seconds *= self._duplex_slowdown
+        slowdown = self._beside_updates
+        if slowdown == 1 or not seconds:
+            return seconds
+        host_s = self._clocks.backlog.host_s(start_s, slowdown * seconds)
+        return seconds + host_s * (1 - 1 / slowdown)
 
     def _access(self, access: ScriptedAccess) -> None:
         clocks, backlog = self._clocks, self._clocks.backlog
@@ -185,9 +197,9 @@ class ForwardBackward:
         is_held_up = done_s > start_s  # then others may overtake it
         self._held_up[chunk_id] = max(0.0, done_s - start_s)
         start_s = max(start_s, done_s)
-        if upload_s and (clocks.reduce.free_s > start_s or clocks.d2h.is_busy(start_s)):
-            upload_s *= self._duplex_slowdown
+        is_duplex = upload_s > 0 and (clocks.reduce.free_s > start_s or clocks.d2h.is_busy(start_s))
         backlog.advance(clocks.now_s)
+        upload_s = self._beside(upload_s, start_s, is_duplex=is_duplex)
         if costs.param_read_s:
             start_s = clocks.use_disk(start_s, costs.param_read_s, "read parameters", chunk_id)
         start_s, uploaded_s = clocks.h2d.reserve(start_s, upload_s)
@@ -241,10 +253,10 @@ class ForwardBackward:
         if has_block and len(self._blocks) == GRAD_BLOCKS:
             clocks.wait(self._blocks[0] + clocks.late_s, "wait for a gradient block")
         start_s = max(clocks.reduce.free_s, clocks.now_s)
-        if download_s and (clocks.fetch.free_s > start_s or clocks.h2d.is_busy(start_s)):
-            download_s *= self._duplex_slowdown
+        is_duplex = download_s > 0 and (clocks.fetch.free_s > start_s or clocks.h2d.is_busy(start_s))
         reduced_s = start_s + reduce_s
         clocks.backlog.advance(clocks.now_s)
+        download_s = self._beside(download_s, reduced_s, is_duplex=is_duplex)
         is_added = costs.sum_s > 0
         has_buffer_s = self._sums[0] if is_added and len(self._sums) == STAGING_BUFFERS else 0.0
         down_s, end_s = clocks.d2h.reserve(max(reduced_s, has_buffer_s), download_s)

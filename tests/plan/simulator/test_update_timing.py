@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from lightning_elixir.errors import CapacityError
-from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.hardware import ADAM_BYTES, HardwareSpec
 from lightning_elixir.plan.memory import Budget, Scheme, memory_use
 from lightning_elixir.plan.placing.placement import place
 from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import PlacementRequest, Problem
-from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
 from lightning_elixir.plan.simulator import step as simulated_step
 from lightning_elixir.plan.simulator.cost import Costs
@@ -39,7 +39,7 @@ from tests.plan.problems import (
     with_spares,
 )
 from tests.plan.steps import NUMEL, chunks_at, machine, random_problem, there_and_back
-from tests.plan.traces import BLOCK_BYTES, make_plan_of
+from tests.plan.traces import BLOCK_BYTES, make_plan_of, unpinned
 
 AFTER, BEHIND, INSIDE = UpdateTiming
 STREAMED = OFFLOADED._replace(is_update_streamed=True)
@@ -282,6 +282,22 @@ def test_copies_take_memory_from_updates_beside_them() -> None:
     assert shared.adam_s == pytest.approx(free.adam_s * (1 + fetched / shared.total_s / rate), rel=2e-3)
     assert shared.total_s >= free.total_s
     assert run(plan, AFTER, profile, machine(host_bytes_per_s=rate)).times.adam_s == free.adam_s
+
+
+@pytest.mark.parametrize(("back_s", "slower_s"), [(2e-3, 0.25e-3), (4.6e-3, 0.1e-3), (6e-3, 0.0)])
+def test_updates_take_memory_from_copies_beside_them(back_s: float, slower_s: float) -> None:
+    """They and a copy ask for a quarter more than there is. The second gradient goes down, for 1 ms, when the update
+    of the first one has begun, after `back_s` and that millisecond; it lasts for 4 ms, and some more."""
+    plan, forward = offloaded(2, KEPT), there_and_back(2, 1e-3).intervals[:3]
+    profile = StepProfile(unpinned(0, 1, 1, 0), (*forward, *(StepInterval(back_s, 0, (i,)) for i in (1, 0))))
+    free = machine()
+    rate = (ADAM_BYTES * NUMEL / 4e-3 + BLOCK_BYTES / 1e-3) / 1.25
+    times = run(plan, INSIDE, profile, replace(free, host_bytes_per_s=rate)).times
+    assert run(plan, INSIDE, profile, free).times.d2h_s == pytest.approx(2e-3)
+    lasting_s = times.adam_s / 2  # of an update beside copies
+    beside_s = max(0.0, min(1.25e-3, 1e-3 + lasting_s - back_s))
+    assert times.d2h_s == pytest.approx(2e-3 + beside_s * (1 - 1 / 1.25))
+    assert times.d2h_s == pytest.approx(2e-3 + slower_s, abs=0.1e-3)
 
 
 # Properties
