@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import io
 import itertools
 import multiprocessing
@@ -305,6 +306,10 @@ def serve() -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()  # also tells ranks that still wait for this one
             connection.send(outcome)
+            job = outcome = None
+            # What the job has left ends here with its threads, of which gloo has two a group, that look every few
+            # milliseconds whether there is something to do.
+            gc.collect()
 
 
 def _run_job(job: _Job, environment: dict[str, str]) -> bytes:
