@@ -187,6 +187,7 @@ def test_what_is_kept_for_backward() -> None:
     assert [t.shape for t in (value, *grads)] == [fake[i].shape for i in (0, 0, 2, 3, 4)]
 
 
+@pytest.mark.full
 def test_dry_runs_of_a_model() -> None:
     """Under autocast, with backward inside of it, and without."""
     model = make_lm("qwen3_moe")

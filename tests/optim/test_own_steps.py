@@ -14,6 +14,7 @@ from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
 from lightning_elixir.errors import PlanError, StateError
 from tests.helpers.own_steps import CLASSES, Counts, noted
 from tests.helpers.plans import make_plan
+from tests.helpers.tiers import crossed
 
 CPU = torch.device("cpu")
 
@@ -36,8 +37,7 @@ def _wrapped(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[ElixirModule
     return module, ElixirOptimizer(module, inner), inner
 
 
-@pytest.mark.parametrize("has_closure", [False, True])
-@pytest.mark.parametrize("cls", CLASSES)
+@crossed(together=1, cls=CLASSES, has_closure=[False, True])
 def test_subclasses_do_what_they_do_in_plain_pytorch(cls: Any, has_closure: bool) -> None:
     plain = _model()
     expected = cls(plain.parameters(), lr=1e-2)

@@ -113,7 +113,7 @@ def _without_wrappers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
 
 
-@pytest.mark.parametrize("name", telling(CASES, "tensor", "expert"))
+@pytest.mark.parametrize("name", telling(CASES, "tensor"))
 def test_as_without_the_compiler(name: str) -> None:
     world, case = CASES[name]
     uncompiled = type(case)(**{**vars(case), "how": "not"})

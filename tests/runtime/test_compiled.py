@@ -730,7 +730,7 @@ class Run(Net):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("checkpointing", ["no", "inside"])
+@pytest.mark.parametrize("checkpointing", [full("no"), "inside"])
 def test_a_function_that_is_compiled_for_the_first_time_after_some_steps(checkpointing: str) -> None:
     """It goes past what stands in the place of calls, which from the next step on are hooks."""
     runs = Plain(Run(checkpointing)), Ours(Run(checkpointing))

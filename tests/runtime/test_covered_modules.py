@@ -23,6 +23,7 @@ from lightning_elixir.runtime.context_tensors import ContextTensors
 from lightning_elixir.runtime.forwards import Forwards
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.plans import make_plan
+from tests.helpers.tiers import crossed, full
 
 CPU = torch.device("cpu")
 WIDTH = 16
@@ -364,8 +365,7 @@ def adapters_stay(chunk: ChunkSpec, optim_tier: Tier = Tier.GPU) -> ChunkSpec:
     return staying if chunk.requires_grad else chunk
 
 
-@pytest.mark.parametrize("has_states", [True, False])
-@pytest.mark.parametrize("change", [as_it_is, with_checkpoints, with_repeats, with_hooks_inside])
+@crossed(together=1, change=[as_it_is, with_checkpoints, with_repeats, with_hooks_inside], has_states=[True, False])
 def test_adapters_that_stay_beside_frozen_blocks(change: Callable[[Net], None], has_states: bool) -> None:
     """Adapters of four parameters each lie in chunks of one block's; a frozen block's own four in another.
 
@@ -396,7 +396,7 @@ def test_adapters_that_stay_beside_frozen_blocks(change: Callable[[Net], None], 
 
 
 @pytest.mark.parametrize(
-    ("change", "num_parameters"), [(as_it_is, 3), (with_repeats, 2), (with_checkpoints, 4), (as_it_is, 6)]
+    ("change", "num_parameters"), [full(as_it_is, 3), (with_repeats, 2), (with_checkpoints, 4), full(as_it_is, 6)]
 )
 def test_accesses_of_layers_with_adapters_are_the_same_in_each_step(
     change: Callable[[Net], None], num_parameters: int

@@ -18,6 +18,7 @@ from lightning_elixir.core.attention import can_stand_in, is_attention
 from lightning_elixir.runtime.kept_attention import keeping_attention
 from tests.helpers.activations import PLACEMENTS, WIDTH, Attending, Pair, Stack, planned
 from tests.helpers.seeds import seed_torch
+from tests.helpers.tiers import full
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
@@ -244,7 +245,7 @@ def test_attention_in_compiled_code_is_computed_again() -> None:
     assert _calls("keep_attention", WithCompiledAttention) == _calls("recompute", WithCompiledAttention)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [full("before"), "after"])
 def test_compiled_blocks_keep_nothing_and_say_so(when: str, caplog: pytest.LogCaptureFixture) -> None:
     seed_torch(0)
     model = Stack(Attending, depth=2)

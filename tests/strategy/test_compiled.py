@@ -113,7 +113,7 @@ def assert_as_compiled_blocks(form: Callable[[], Any], elixir: dict[str, Any], *
     return trainer
 
 
-@pytest.mark.parametrize("form", telling([*FORMS, NetCompiledAtOnce], "NetOfCompiledBlocks", "compiled_net"))
+@pytest.mark.parametrize("form", telling([*FORMS, NetCompiledAtOnce], "NetOfCompiledBlocks"))
 def test_as_the_plain_trainer(form: Callable[[], Any]) -> None:
     assert_as_compiled_blocks(form, TIGHT, val=make_data, max_epochs=2, accumulate_grad_batches=2)
 

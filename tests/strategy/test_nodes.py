@@ -189,7 +189,7 @@ MODEL_BYTES = 24 * (16 + 1) * 16 * 4  # which chunks take the place of
 @pytest.mark.parametrize(
     ("first", "second", "most"),
     [
-        pytest.param({"limit": 2**26}, {"limit": LITTLE}, LITTLE, id="limited"),
+        pytest.param({"limit": 2**26}, {"limit": LITTLE}, LITTLE, id="limited", marks=pytest.mark.full),
         pytest.param({}, {"free": LITTLE - MODEL_BYTES}, LITTLE, id="full"),
         pytest.param({}, {"limit": 2**26}, 2**26, id="neither", marks=pytest.mark.full),
     ],

@@ -138,7 +138,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize("sharded", [full(False), True], ids=["full", "sharded"])
-@pytest.mark.parametrize(("first", "second", "is_fused"), telling(MESHES, "tensor_to_expert", "fused_expert_to_data"))
+@pytest.mark.parametrize(("first", "second", "is_fused"), telling(MESHES, "tensor_to_expert"))
 def test_saved_under_one_mesh_and_loaded_under_another(
     first: tuple[int, int], second: tuple[int, int], is_fused: bool, sharded: bool, tmp_path: Path
 ) -> None:

@@ -128,7 +128,7 @@ SHORT = {
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # the name that all versions have
-@pytest.mark.parametrize("case", telling(SHORT, "experts", "chunks-alone"))
+@pytest.mark.parametrize("case", telling(SHORT, "chunks-alone"))
 def test_little_memory_decides(case: str) -> None:
     kind, world, limit, mesh = SHORT[case]
     if mesh.expert > 1:
@@ -353,7 +353,7 @@ OF_FABRIC: dict[str, tuple[float, str, Any, Mesh, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", telling(OF_FABRIC, "given", "none-and-little-memory"))
+@pytest.mark.parametrize("case", telling(OF_FABRIC, "given"))
 def test_under_fabric_a_given_step_decides_or_the_first_that_fits(case: str) -> None:
     need_experts_in_one_module()
     bytes_per_s, limit, step, mesh, reason = OF_FABRIC[case]

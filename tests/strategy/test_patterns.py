@@ -50,9 +50,7 @@ KINDS = [
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft, of transformers' attribute
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler's own code, which hides both
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("kind", "tensor", "expert"), telling(KINDS, "qwen3_moe-both", "qwen3_moe-lora-of-experts-experts")
-)
+@pytest.mark.parametrize(("kind", "tensor", "expert"), telling(KINDS, "qwen3_moe-both"))
 def test_models_of_transformers_by_their_own_plans(kind: str, tensor: int, expert: int) -> None:
     if expert > 1:
         need_experts_in_one_module()

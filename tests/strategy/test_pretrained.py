@@ -274,6 +274,7 @@ def _fit_large(folder: Path) -> int:
     return model.peak.nbytes
 
 
+@pytest.mark.full
 def test_no_rank_ever_holds_the_model(tmp_path: Path) -> None:
     state = {f"{layer}.weight": torch.full((1024, 1024), float(layer)) for layer in range(16)}
     save_file(state, tmp_path / "model.safetensors")

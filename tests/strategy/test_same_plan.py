@@ -78,7 +78,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-@crossed(told=["accumulate-64MiB", "clip-24MiB", "timing-64MiB"], case=list(CASES), host=["24MiB", "64MiB"])
+@crossed(told=["accumulate-64MiB", "clip-24MiB"], case=list(CASES), host=["24MiB", "64MiB"])
 def test_the_fit_comes_to_the_plan_of_the_command(
     case: str, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,7 @@ WHOLE, LAYERS, EXPERTS, BOTH = (1, 1), (2, 1), (1, 2), (2, 2)
     ("num_ranks", "mesh", "optimizer"),
     [
         full(1, WHOLE, "adamw"),
-        (3, WHOLE, "hybrid"),
+        full(3, WHOLE, "hybrid"),
         (2, LAYERS, "adamw"),
         full(2, EXPERTS, "hybrid"),
         full(4, BOTH, "hybrid"),
@@ -158,7 +158,7 @@ def test_we_load_what_fsdp2_saved(tmp_path: Path, num_ranks: int, mesh: tuple[in
         (3, WHOLE, "adamw"),
         full(2, WHOLE, "hybrid"),
         full(2, LAYERS, "adamw"),
-        (2, EXPERTS, "hybrid"),
+        full(2, EXPERTS, "hybrid"),
         full(4, BOTH, "adamw"),
     ],
     ids=str,

@@ -152,7 +152,7 @@ class Pausing(Slow):
         time.sleep(0.03)
 
 
-@pytest.mark.parametrize(("clip", "is_measured"), [(1e6, True), (None, True), full(1e6, False)])
+@pytest.mark.parametrize(("clip", "is_measured"), [(1e6, True), full(None, True), full(1e6, False)])
 def test_what_the_program_takes_between_steps_is_expected_where_it_waits_for_gradients(
     monkeypatch: pytest.MonkeyPatch, clip: float | None, is_measured: bool
 ) -> None:
