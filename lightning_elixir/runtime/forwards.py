@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
 
 _FEW_CHUNKS = 4
-"""Of a module that holds one after the other. One with more is no layer, but a model."""
+"""Of a layer. A module with more is a model, which holds one after the other, too, but none for its own parameters."""
 
 # What our hooks run. (Those of islands are not among it: they are part of the model's arithmetic.)
 _OF_HOOKS = tuple(f"lightning_elixir.{room}" for room in ("core", "plan", "storage", "optim", "stepping", "runtime"))
@@ -111,6 +111,11 @@ class _Access(NamedTuple):
     """Chunks that modules (by id), itself and below, need."""
     is_changing: bool = False
     """Whether these differ."""
+
+    @property
+    def chunk_ids(self) -> set[int]:
+        """All that modules below need from their begin."""
+        return {chunk_id for ids in self.covered.values() for chunk_id in ids}
 
 
 _NOTHING = _Access(())
@@ -165,6 +170,7 @@ class Forwards:
         self._accesses: dict[int, _Access] = {}
         self._staying: frozenset[int] = frozenset()  # chunks that the plan in force keeps on the device
         self._turning: set[int] = set()  # modules (by id) at whose begin the one above may take another chunk in hand
+        self._layers: set[int] = set()  # modules (by id) right below the model, or a part of many chunks
         self._watched: list[nn.Module] = []  # that tell of their forwards
         self._state = CompiledState(engine.module)
         self._compiled: frozenset[int] = frozenset()  # modules (by id) whose call begins compiled code
@@ -369,7 +375,7 @@ class Forwards:
                 if self._saves_through_us(above):
                     if above.module is not module:
                         self._covered_ids.add(id(module))
-                        if above.module is self._recomputed and needed != above.ids:
+                        if needed != above.ids:
                             self._turning.add(id(module))
                     self._meet_covered(above, module, needed)
                     return
@@ -416,7 +422,11 @@ class Forwards:
     def _meet_covered(self, above: _Frame, module: nn.Module, needed: tuple[int, ...]) -> None:
         if above.module is module:
             above.depth += 1
-        if needed != above.ids:
+        if needed == above.ids:
+            if needed and self._is_layer(above, module):  # an access all the same, at which others may be prefetched
+                with deferred():
+                    self._engine.acquire(needed, pin=False)
+        else:
             if len(needed) == 1 and needed[0] in self._staying:
                 if not self._engine.is_in_use(needed[0]):  # the first use in a forward or a backward
                     with deferred():
@@ -424,6 +434,10 @@ class Forwards:
                 return
             with deferred():
                 self._hold(above, needed)
+
+    def _is_layer(self, above: _Frame, module: nn.Module) -> bool:
+        """Whether a module is a layer of the model that runs, each of which is an access of its own in a forward."""
+        return id(module) in self._layers and above.module is not self._recomputed
 
     def make_way(self, ids: Collection[int]) -> None:
         """A parameter of these chunks is used beside the modules' own forwards: what is held only for the module that
@@ -436,6 +450,7 @@ class Forwards:
     def _hold(self, frame: _Frame, ids: tuple[int, ...]) -> None:
         """Have a frame hold these chunks, in the place of those that it holds."""
         if frame.ids:
+            self._look_for_aliases(frame)
             held, frame.ids = frame.ids, ()
             self._listen(frame)
             self._engine.drop(held)
@@ -452,9 +467,20 @@ class Forwards:
         quiet = self._quiet.get(key)
         if quiet is None:
             covered, ids = frame.access.covered, frame.ids
-            quiet = self._quiet[key] = [begin for key, begin in self._begins.items() if covered.get(key) == ids]
+            told = set() if frame.module is self._recomputed else self._layers
+            quiet = self._quiet[key] = [
+                begin for key, begin in self._begins.items() if covered.get(key) == ids and key not in told
+            ]
         frame.quiet = quiet
         set_aside(quiet)
+
+    def _look_for_aliases(self, frame: _Frame) -> None:
+        """What a frame holds is let go: hooks of the user's that are new may keep what modules have saved, of which
+        those that were not told of knew nothing. What backward recomputes is kept by checkpointing itself."""
+        if frame.quiet and frame.module is not self._recomputed:
+            for chunk_id in frame.ids:
+                if self._engine.chunks[chunk_id].is_aliased():
+                    self._may_hush = False
 
     def _tell_of(self, module: nn.Module) -> None:
         """Have a module told of wherever it runs."""
@@ -477,7 +503,7 @@ class Forwards:
             if needed is not None:
                 top = top_hooks(False)  # as nearly always the one that it was when the module above began
                 if (None if top is None else top[0]) is above.innermost or self._saves_through_us(above):
-                    if needed != above.ids or above.module is module:
+                    if needed != above.ids or above.module is module or id(module) in self._layers:
                         self._meet_covered(above, module, needed)
                     return
         if id(module) not in self._entered_ids:
@@ -510,8 +536,7 @@ class Forwards:
     def _exit_module(self, frame: _Frame, inputs: Any, output: Any) -> None:
         if id(frame.module) in self._looked_through and self._engine.active.cost:
             self._context_tensors.take_out(inputs, output)
-        if frame.quiet and any(self._engine.chunks[chunk_id].is_aliased() for chunk_id in frame.ids):
-            self._may_hush = False  # hooks of the user's that are new may keep what modules save
+        self._look_for_aliases(frame)
         self._leave_frame()
         if frame.ids:
             if id(frame.module) in self._compiled and self._engine.backwards.is_guarded:
@@ -614,7 +639,10 @@ class Forwards:
         self._compiled = frozenset(id(region.entrance) for region in regions)
         self._accesses, needs = _accesses_by_module(root, self._home, regions, self._looked_through, self._staying)
         self._recomputation = _Access((), needs, is_changing=True)
-        self._turning = {key for access in self._accesses.values() if access.is_changing for key in access.covered}
+        self._layers = {id(layer) for layer in self._layers_below(root)}
+        # Of layers, and so of few modules; of models, those that are met so.
+        layers = [a for a in self._accesses.values() if a.is_changing and len(a.chunk_ids) <= _FEW_CHUNKS]
+        self._turning = {key for layer in layers for key in layer.covered}
         inside = {id(m) for region in regions for m in region.inside} - self._compiled
         self._watched = [m for m in root.modules() if id(m) not in inside and any(True for _ in m.parameters())]
         self._light = []
@@ -622,6 +650,15 @@ class Forwards:
         self._entered_ids.clear()
         self._told_ids.clear()
         self._watch()
+
+    def _layers_below(self, model: nn.Module) -> Iterator[nn.Module]:
+        for child in model.children():
+            num_chunks = len({self._home[id(p)][0].id for p in child.parameters() if id(p) in self._home})
+            is_list = type(child).forward is nn.Module.forward  # nothing calls it
+            if is_list or num_chunks > _FEW_CHUNKS:
+                yield from self._layers_below(child)
+            elif num_chunks:
+                yield child
 
     def _watch(self) -> None:
         self._watched += [m for m in self._light if id(m) in self._entered_ids]  # they have turned out otherwise
@@ -679,9 +716,9 @@ def _accesses_by_module(
     staying: Collection[int],
 ) -> tuple[dict[int, _Access], dict[int, tuple[int, ...]]]:
     """What to hold during a module's forward: the chunks of its own parameters, where no module below has any; the one
-    chunk that it and all modules below lie in, which then need no access of their own; of a few chunks, those that the
-    module below needs which runs, and at its begin those of its own parameters. Of a compiled module, all. Other
-    parameters (of containers of more chunks, or in functional use) are caught when they are touched.
+    chunk that it and all modules below lie in, which then need no access of their own; of several chunks, those that
+    the module below needs which runs, and of a few at its begin those of its own parameters. Of a compiled module, all.
+    Other parameters (of containers of more chunks, or in functional use) are caught when they are touched.
 
     Args:
         looked_through: Modules (by id) at whose exit what autograd has saved is looked at: one by one, so that it
@@ -717,6 +754,6 @@ def _accesses_by_module(
             found[id(module)] = _Access(ids, dict.fromkeys(inside, ids))
         elif ids and id(module) in leaves:
             found[id(module)] = _Access(ids)
-        elif 1 < len(ids) <= _FEW_CHUNKS and module is not root and id(module) not in looked_through:
+        elif len(ids) > 1 and id(module) not in looked_through:
             found[id(module)] = _Access((), {key: needs[key] for key in inside}, is_changing=True)
     return found, {key: ids for key, ids in needs.items() if key not in compiled and key not in looked_through}

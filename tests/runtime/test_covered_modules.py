@@ -136,7 +136,8 @@ def training() -> Training:
 
 def test_what_is_below_keeps_one_hook(training: Training) -> None:
     training.step()
-    assert training.hooks_of("blocks.0") == (1, 1)
+    assert training.hooks_of("") == (1, 1)
+    assert training.hooks_of("blocks.0") == (1, 0)
     assert training.hooks_of("blocks.0.up") == training.hooks_of("blocks.5.down") == (1, 0)
     training.module.reset_stats()
     training.step()
@@ -220,8 +221,9 @@ def test_a_part_of_another_block_inside_a_block() -> None:
         net.blocks[1].other = (net.blocks[4].down,)
     for _ in range(3):
         training.step()
-        assert training.hooks_of("blocks.4.down") == (1, 1)
+        assert training.hooks_of("blocks.4.down") == (1, 0)
     assert training.module.stats().overflows == 0
+    assert training.module.stats().peak_blocks <= 2
 
 
 def test_hooks_of_the_user_inside_all_blocks_that_come_later(training: Training) -> None:
