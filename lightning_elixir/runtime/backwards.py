@@ -206,8 +206,6 @@ class Backwards:
         engine = self._engine
         is_mine = engine.turn.is_mine()
         if is_mine and engine.is_at_hand(chunk):
-            if chunk.id in engine.active.cost:  # of others no rCache hears
-                engine.saved.note_at_hand(chunk, engine.rcache)
             return make(packed)
         with deferred() if is_mine else engine.turn.call("what autograd has saved was read"):
             if not self._phases.is_computing and self._phases.current is Phase.CLOSED:

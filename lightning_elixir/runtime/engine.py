@@ -250,15 +250,22 @@ class Engine:
             Whether it was so. If not, nothing has changed.
         """
         active = self.active
-        return (
+        if active.cost and (num_modes() or interpreters() is not None or tracer() is not None):
+            return False
+        if self.saved.take_repeat(chunk):
+            return True
+        if not (
             self.phases.is_computing
             and chunk.is_bound
             and chunk.ready is None
             and (chunk.id in self.interception.plain_chunks or self.backwards.is_guarded)
-            and not (active.cost and (num_modes() or interpreters() is not None or tracer() is not None))
             and not self.iterations.is_watching
             and (not active.cost or active.rcache.serve((chunk.id,), pin=False))
-        )
+        ):
+            return False
+        if chunk.id in active.cost:  # of others no rCache hears
+            self.saved.note_at_hand(chunk, active.rcache)
+        return True
 
     def is_in_use(self, chunk_id: int) -> bool:
         """Whether a chunk that stays on the device has been acquired since the forward or the backward began."""

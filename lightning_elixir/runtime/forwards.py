@@ -69,7 +69,6 @@ from lightning_elixir.runtime.hooks import (
     output_hook,
     put_back,
     set_aside,
-    top_hooks,
 )
 from lightning_elixir.runtime.phases import Phase
 from lightning_elixir.runtime.released import tensors_in
@@ -170,7 +169,7 @@ class Forwards:
         self._accesses: dict[int, _Access] = {}
         self._staying: frozenset[int] = frozenset()  # chunks that the plan in force keeps on the device
         self._turning: set[int] = set()  # modules (by id) at whose begin the one above may take another chunk in hand
-        self._layers: set[int] = set()  # modules (by id) right below the model, or a part of many chunks
+        self._layers: dict[int, frozenset[int]] = {}  # chunks of modules (by id) right below the model, or one like it
         self._watched: list[nn.Module] = []  # that tell of their forwards
         self._state = CompiledState(engine.module)
         self._compiled: frozenset[int] = frozenset()  # modules (by id) whose call begins compiled code
@@ -422,22 +421,26 @@ class Forwards:
     def _meet_covered(self, above: _Frame, module: nn.Module, needed: tuple[int, ...]) -> None:
         if above.module is module:
             above.depth += 1
-        if needed == above.ids:
-            if needed and self._is_layer(above, module):  # an access all the same, at which others may be prefetched
+        if needed == above.ids or not needed:  # of parts in several chunks the first that runs tells what it needs
+            layer = None if above.module is self._recomputed else self._layers.get(id(module))
+            if layer is not None and above.ids and layer.issuperset(above.ids):
+                self._note_access(above.ids)
+        elif len(needed) == 1 and needed[0] in self._staying:
+            if not self._engine.is_in_use(needed[0]):  # the first use in a forward or a backward
                 with deferred():
                     self._engine.acquire(needed, pin=False)
         else:
-            if len(needed) == 1 and needed[0] in self._staying:
-                if not self._engine.is_in_use(needed[0]):  # the first use in a forward or a backward
-                    with deferred():
-                        self._engine.acquire(needed, pin=False)
-                return
             with deferred():
                 self._hold(above, needed)
 
-    def _is_layer(self, above: _Frame, module: nn.Module) -> bool:
-        """Whether a module is a layer of the model that runs, each of which is an access of its own in a forward."""
-        return id(module) in self._layers and above.module is not self._recomputed
+    def _note_access(self, held: tuple[int, ...]) -> None:
+        """A layer of the model begins in the chunk that is held for it already: an access as those of all layers are,
+        at which others may be prefetched, and what activations take is looked at."""
+        engine = self._engine
+        if len(held) == 1 and engine.is_at_hand(engine.chunks[held[0]]):
+            return
+        with deferred():
+            engine.acquire(held, pin=False)
 
     def make_way(self, ids: Collection[int]) -> None:
         """A parameter of these chunks is used beside the modules' own forwards: what is held only for the module that
@@ -467,7 +470,7 @@ class Forwards:
         quiet = self._quiet.get(key)
         if quiet is None:
             covered, ids = frame.access.covered, frame.ids
-            told = set() if frame.module is self._recomputed else self._layers
+            told = () if frame.module is self._recomputed else self._layers
             quiet = self._quiet[key] = [
                 begin for key, begin in self._begins.items() if covered.get(key) == ids and key not in told
             ]
@@ -501,8 +504,8 @@ class Forwards:
             above = frames[-1]
             needed = above.access.covered.get(id(module))
             if needed is not None:
-                top = top_hooks(False)  # as nearly always the one that it was when the module above began
-                if (None if top is None else top[0]) is above.innermost or self._saves_through_us(above):
+                pack = innermost_pack()  # as nearly always the one that it was when the module above began
+                if pack is above.innermost or self._saves_through_us(above):
                     if needed != above.ids or above.module is module or id(module) in self._layers:
                         self._meet_covered(above, module, needed)
                     return
@@ -639,7 +642,7 @@ class Forwards:
         self._compiled = frozenset(id(region.entrance) for region in regions)
         self._accesses, needs = _accesses_by_module(root, self._home, regions, self._looked_through, self._staying)
         self._recomputation = _Access((), needs, is_changing=True)
-        self._layers = {id(layer) for layer in self._layers_below(root)}
+        self._layers = dict(self._layers_below(root))
         # Of layers, and so of few modules; of models, those that are met so.
         layers = [a for a in self._accesses.values() if a.is_changing and len(a.chunk_ids) <= _FEW_CHUNKS]
         self._turning = {key for layer in layers for key in layer.covered}
@@ -651,14 +654,15 @@ class Forwards:
         self._told_ids.clear()
         self._watch()
 
-    def _layers_below(self, model: nn.Module) -> Iterator[nn.Module]:
+    def _layers_below(self, model: nn.Module) -> Iterator[tuple[int, frozenset[int]]]:
+        """The modules that a model is made of, by id, and their chunks: few each."""
         for child in model.children():
-            num_chunks = len({self._home[id(p)][0].id for p in child.parameters() if id(p) in self._home})
+            ids = frozenset(self._home[id(p)][0].id for p in child.parameters() if id(p) in self._home)
             is_list = type(child).forward is nn.Module.forward  # nothing calls it
-            if is_list or num_chunks > _FEW_CHUNKS:
+            if is_list or len(ids) > _FEW_CHUNKS:
                 yield from self._layers_below(child)
-            elif num_chunks:
-                yield child
+            elif ids:
+                yield id(child), ids
 
     def _watch(self) -> None:
         self._watched += [m for m in self._light if id(m) in self._entered_ids]  # they have turned out otherwise

@@ -373,6 +373,14 @@ class SavedTensors:
         if rcache.grant(chunk.id):
             self._at_hand, self._at_hand_in, self._rcache = chunk, get_ident(), rcache
 
+    def take_repeat(self, chunk: Chunk) -> bool:
+        """Whether that is so at one more access of a chunk, which is counted with this."""
+        rcache = self._rcache
+        if chunk is not self._at_hand or rcache is None or not rcache.repeats or self._at_hand_in != get_ident():
+            return False
+        rcache.repeats -= 1
+        return True
+
     def context(self) -> ThreadHooks | None:
         """Hooks to enter now; None where ours are innermost already, or activation checkpointing's are: those keep no
         tensor in the forward, and in the recomputation another tensor over the storage, which shows as an alias, or a
