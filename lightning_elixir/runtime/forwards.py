@@ -63,6 +63,7 @@ from lightning_elixir.runtime.context_tensors import ContextTensors, modules_to_
 from lightning_elixir.runtime.hooks import (
     Begin,
     Hooks,
+    Pack,
     SavedTensors,
     ThreadHooks,
     innermost_pack,
@@ -371,7 +372,7 @@ class Forwards:
             above = self._frames[-1]
             needed = above.access.covered.get(id(module))
             if needed is not None:
-                if self._saves_through_us(above):
+                if self._saves_through_us(innermost_pack(), above):
                     if above.module is not module:
                         self._covered_ids.add(id(module))
                         if needed != above.ids:
@@ -408,7 +409,7 @@ class Forwards:
         what it was given: a block, with its hooks, or a function inside of one, without. So all that is recomputed is
         covered, from here to the end of the backward; the chunk that was needed last is held for the backward of the
         same block, which comes next."""
-        if not self._phases.is_backward or not self._turn.is_mine() or not self._saves_through_us():
+        if not self._phases.is_backward or not self._turn.is_mine() or not self._saves_through_us(innermost_pack()):
             return False
         self._frames.append(_Frame(self._recomputed, access=self._recomputation, thread=get_ident()))
         return True
@@ -421,26 +422,31 @@ class Forwards:
     def _meet_covered(self, above: _Frame, module: nn.Module, needed: tuple[int, ...]) -> None:
         if above.module is module:
             above.depth += 1
+        layer = None if above.module is self._recomputed else self._layers.get(id(module))
         if needed == above.ids or not needed:  # of parts in several chunks the first that runs tells what it needs
-            layer = None if above.module is self._recomputed else self._layers.get(id(module))
             if layer is not None and above.ids and layer.issuperset(above.ids):
                 self._note_access(above.ids)
         elif len(needed) == 1 and needed[0] in self._staying:
-            if not self._engine.is_in_use(needed[0]):  # the first use in a forward or a backward
+            if layer is not None:
+                if above.ids:  # no part of this one
+                    with deferred():
+                        self._hold(above, ())
+                self._note_access(needed)
+            elif not self._engine.is_in_use(needed[0]):  # the first use in a forward or a backward
                 with deferred():
                     self._engine.acquire(needed, pin=False)
         else:
             with deferred():
                 self._hold(above, needed)
 
-    def _note_access(self, held: tuple[int, ...]) -> None:
-        """A layer of the model begins in the chunk that is held for it already: an access as those of all layers are,
-        at which others may be prefetched, and what activations take is looked at."""
+    def _note_access(self, ids: tuple[int, ...]) -> None:
+        """A layer of the model begins, whose chunks are held already, or stay: an access as those of all layers are, at
+        which others may be prefetched, and what activations take is looked at."""
         engine = self._engine
-        if len(held) == 1 and engine.is_at_hand(engine.chunks[held[0]]):
+        if len(ids) == 1 and engine.is_at_hand(engine.chunks[ids[0]]):
             return
         with deferred():
-            engine.acquire(held, pin=False)
+            engine.acquire(ids, pin=False)
 
     def make_way(self, ids: Collection[int]) -> None:
         """A parameter of these chunks is used beside the modules' own forwards: what is held only for the module that
@@ -505,7 +511,7 @@ class Forwards:
             needed = above.access.covered.get(id(module))
             if needed is not None:
                 pack = innermost_pack()  # as nearly always the one that it was when the module above began
-                if pack is above.innermost or self._saves_through_us(above):
+                if pack is above.innermost or self._saves_through_us(pack, above):
                     if needed != above.ids or above.module is module or id(module) in self._layers:
                         self._meet_covered(above, module, needed)
                     return
@@ -585,17 +591,18 @@ class Forwards:
             hooks.__enter__()
         return hooks
 
-    def _saves_through_us(self, above: _Frame | None = None) -> bool:
+    def _saves_through_us(self, pack: Pack | None, above: _Frame | None = None) -> bool:
         """Whether autograd saves managed tensors through us, or need not.
 
         Args:
-            above: Notes down what packs them: checkpointing has another one in each recomputation.
+            pack: What packs them now.
+            above: Notes that down: checkpointing has another one in each recomputation.
         """
         if not self._engine.active.cost or not torch.is_grad_enabled():
             return True
-        is_ours = self._saved.is_innermost()
+        is_ours = pack is not None and self._saved.is_covered_by(pack)
         if is_ours and above is not None:
-            above.innermost = innermost_pack()
+            above.innermost = pack
         return is_ours
 
     def have_backward_hooks(self) -> bool:
@@ -645,7 +652,7 @@ class Forwards:
         self._layers = dict(self._layers_below(root))
         # Of layers, and so of few modules; of models, those that are met so.
         layers = [a for a in self._accesses.values() if a.is_changing and len(a.chunk_ids) <= _FEW_CHUNKS]
-        self._turning = {key for layer in layers for key in layer.covered}
+        self._turning = {*self._layers, *(key for layer in layers for key in layer.covered)}
         inside = {id(m) for region in regions for m in region.inside} - self._compiled
         self._watched = [m for m in root.modules() if id(m) not in inside and any(True for _ in m.parameters())]
         self._light = []

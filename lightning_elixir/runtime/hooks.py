@@ -314,7 +314,11 @@ top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 """What packs and unpacks the tensors that autograd saves now; None: nothing does."""
 
 
-def innermost_pack() -> Callable[[Tensor], Any] | None:
+Pack = Callable[[Tensor], Any]
+"""Makes what is kept of a tensor that autograd saves."""
+
+
+def innermost_pack() -> Pack | None:
     """What packs the tensors that autograd saves now."""
     top = top_hooks(False)
     return None if top is None else top[0]
@@ -388,15 +392,10 @@ class SavedTensors:
         top = top_hooks(False)
         if top is None:
             return ThreadHooks(self._pack, self.unpack)
-        if self._is_covered_by(top[0]):
+        if self.is_covered_by(top[0]):
             return None
         both = _OverUsers(self, *top)
         return ThreadHooks(both.pack, both.unpack)
-
-    def is_innermost(self) -> bool:
-        """Whether `context` would be None."""
-        pack = innermost_pack()
-        return pack is not None and self._is_covered_by(pack)
 
     def leave(self) -> None:
         """Take away what a signal has left on, which came where a context had just ended or not yet begun. To be called
@@ -413,7 +412,8 @@ class SavedTensors:
         pack = innermost_pack()
         return pack is None or getattr(pack, "__self__", None) is self
 
-    def _is_covered_by(self, pack: Callable[[Tensor], Any]) -> bool:
+    def is_covered_by(self, pack: Pack) -> bool:
+        """Whether `context` is None where this is innermost."""
         return getattr(pack, "__module__", "") == "torch.utils.checkpoint" or self._is_own(pack)
 
     def packed(self, tensor: Tensor) -> PackedTensor | PackedShell | None:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.optim import HybridAdam
+from lightning_elixir.plan.simulator.counters import simulate
 from lightning_elixir.plan.types import ChunkSpec, Tier
 from lightning_elixir.runtime.context_tensors import ContextTensors
 from lightning_elixir.runtime.forwards import Forwards
@@ -454,6 +455,116 @@ def test_a_block_that_uses_what_lies_in_another_chunk_than_its_last_part(num_par
     for _ in range(3):
         training.step()
     assert training.module.stats().overflows == 0
+
+
+def stays_for(blocks: range) -> Callable[[ChunkSpec], ChunkSpec]:
+    """Has the chunks of these blocks, one each, stay on the device."""
+    return lambda chunk: replace(chunk, param_tier=Tier.GPU, is_persistent=chunk.id in blocks)
+
+
+def test_a_layer_is_an_access_wherever_its_chunk_is() -> None:
+    """At which chunks are prefetched. What the layer before has needed is not held for one that stays."""
+    training, pinned = Training(place=stays_for(range(1, 4)), rcache_blocks=1), []
+    engine = training.module.engine
+    for index, block in enumerate(training.net.blocks):
+        block.up.register_forward_hook(
+            lambda *_, index=index: pinned.append(
+                (index, [c.id for c in engine.chunks if engine.rcache.is_pinned(c.id)])
+            )
+        )
+    for _ in range(3):
+        pinned.clear()
+        training.step()
+        assert pinned == [(0, [0]), (1, []), (2, []), (3, []), (4, [4]), (5, [5])]
+    engine.reset_stats()
+    training.step()
+    assert [event.ids for event in engine.traces["train"].acquires()][:6] == [(i,) for i in range(6)]
+    assert engine.stats().misses_of_trace == engine.stats().overflows == 0
+
+
+def test_a_layer_that_a_border_cuts_is_an_access_in_each_of_its_chunks(told: list[nn.Module]) -> None:
+    """Its first part finds what is held for the layer before."""
+    training = Training(with_checkpoints, num_parameters=6, rcache_blocks=2)
+    training.step()
+    parts = [name for name in of_steps(training, told) if "." in name[len("blocks.") :]]
+    assert parts == [f"blocks.{i}.{part}" for i in (1, 4) for part in ("down",)] + [
+        f"blocks.{i}.{part}" for i in (4, 1) for part in ("up", "down")
+    ]
+    trace = [event.ids for event in training.module.engine.traces["train"].acquires()]
+    assert trace[:8] == [(0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)]
+    assert training.module.stats().misses_of_trace == 0
+
+
+class Tied(Net):
+    """Uses a weight of its first block again, between the blocks and behind them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = F.linear(block(x), self.blocks[0].down.weight)
+        return F.linear(x, self.blocks[0].up.weight).square().mean()
+
+
+def test_what_a_model_uses_by_itself_finds_room() -> None:
+    """What it holds for the layer that ran last goes."""
+    training = Training(make=Tied, rcache_blocks=1)
+    for _ in range(4):
+        training.step()
+    stats = training.module.stats()
+    assert stats.overflows == 0
+    assert stats.peak_blocks == 1
+
+
+class Detaching(Net):
+    """Of one block backward needs nothing."""
+
+    detached: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = x + block(x).detach() if index == self.detached else block(x)
+        return x.square().mean()
+
+
+def test_a_backward_that_comes_to_another_chunk_sooner_than_foreseen() -> None:
+    """Three blocks lie in a chunk, and of the accesses that are foreseen those of one do not come."""
+    training = Training(make=Detaching, num_parameters=12, rcache_blocks=1)
+    for _ in range(3):
+        training.step()
+    for net in (training.net, training.plain):
+        net.detached = 3
+    training.module.reset_stats()
+    training.step()
+    assert training.module.stats().fetches == 3
+    for _ in range(3):
+        training.step()
+
+
+class Looking(Net):
+    """Takes gradients inside its forward: a backward that reads chunks between the accesses of layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            before, x = x, block(x)
+            if index % 2:
+                x = x + torch.autograd.grad(x.square().sum(), before, retain_graph=True)[0].detach()
+            if index == 3:
+                first = self.blocks[0]
+                x = x + torch.autograd.grad(first(x).square().sum(), x, retain_graph=True)[0].detach()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("num_parameters", [4, 6, 8, 12])
+def test_backwards_between_layers(num_parameters: int) -> None:
+    """What is foreseen of a row of accesses to one chunk is of no use for another chunk."""
+    training = Training(make=Looking, num_parameters=num_parameters)
+    for _ in range(2):
+        training.step()
+    training.module.reset_stats()
+    training.step()
+    engine = training.module.engine
+    assert engine.stats().misses_of_trace == 0
+    simulated = simulate(engine.plan, engine.traces["train"]).counters
+    assert engine.rcache.counters == simulated
 
 
 class KeptInContext(torch.autograd.Function):
