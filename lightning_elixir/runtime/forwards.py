@@ -9,6 +9,10 @@ as a layer that the border between two chunks cuts, covers what is below it as w
 last, and takes another in its place where a module below it needs that. Chunks that stay on the device are not counted
 among these, since nothing has to be held for them: of a frozen layer whose adapters stay the one chunk is held, and the
 first use of the adapters' chunk waits for what the last step has left to be done.
+The model covers its layers in the same way, so that a chunk stays pinned from layer to layer, and goes when the first
+part begins that needs another one. Each layer is an access all the same, since chunks are prefetched and activations
+sampled at accesses; of a row of layers in one chunk, those behind the second take a number off (`RCache.grant`). While
+a layer runs a part that lies in another chunk, its own may go; what it uses of that by itself is caught then.
 Once the trace is known, of modules that were only ever met covered the begin alone is told of, to look whether that is
 still so (it is not when such a module is called by itself, or under the user's own hooks for saved tensors), and to
 take the module back among the others if not.
