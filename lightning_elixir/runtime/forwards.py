@@ -40,6 +40,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -190,8 +191,9 @@ class Forwards:
         # Of those that need what a module (by id) above them holds, which are these chunks.
         self._quiet: dict[tuple[int, tuple[int, ...]], list[Begin]] = {}
         self._may_hush = True
-        # As they are called for each module that holds a chunk: whole, whatever signals come.
+        # As they are called for modules all the time: whole, whatever signals come.
         self._enter, self._exit = deferring(self._enter_module), deferring(self._exit_module)
+        self._hold_next, self._touch = deferring(self._hold), deferring(partial(engine.acquire, pin=False))
 
     # Regions
 
@@ -433,24 +435,18 @@ class Forwards:
         elif len(needed) == 1 and needed[0] in self._staying:
             if layer is not None:
                 if above.ids:  # no part of this one
-                    with deferred():
-                        self._hold(above, ())
+                    self._hold_next(above, ())
                 self._note_access(needed)
             elif not self._engine.is_in_use(needed[0]):  # the first use in a forward or a backward
-                with deferred():
-                    self._engine.acquire(needed, pin=False)
+                self._touch(needed)
         else:
-            with deferred():
-                self._hold(above, needed)
+            self._hold_next(above, needed)
 
     def _note_access(self, ids: tuple[int, ...]) -> None:
         """A layer of the model begins, whose chunks are held already, or stay: an access as those of all layers are, at
         which others may be prefetched, and what activations take is looked at."""
-        engine = self._engine
-        if len(ids) == 1 and engine.is_at_hand(engine.chunks[ids[0]]):
-            return
-        with deferred():
-            engine.acquire(ids, pin=False)
+        if len(ids) != 1 or not self._engine.is_at_hand(self._engine.chunks[ids[0]]):
+            self._touch(ids)
 
     def make_way(self, ids: Collection[int]) -> None:
         """A parameter of these chunks is used beside the modules' own forwards: what is held only for the module that
