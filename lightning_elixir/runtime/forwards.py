@@ -650,9 +650,12 @@ class Forwards:
         self._accesses, needs = _accesses_by_module(root, self._home, regions, self._looked_through, self._staying)
         self._recomputation = _Access((), needs, is_changing=True)
         self._layers = dict(self._layers_below(root))
-        # Of layers, and so of few modules; of models, those that are met so.
-        layers = [a for a in self._accesses.values() if a.is_changing and len(a.chunk_ids) <= _FEW_CHUNKS]
-        self._turning = {*self._layers, *(key for layer in layers for key in layer.covered)}
+        # All in layers, which are few modules; of models their layers, and what calls these.
+        self._turning = set(self._layers)
+        for access in self._accesses.values():
+            if access.is_changing:
+                is_model = len(access.chunk_ids) > _FEW_CHUNKS
+                self._turning.update(key for key, ids in access.covered.items() if not (ids and is_model))
         inside = {id(m) for region in regions for m in region.inside} - self._compiled
         self._watched = [m for m in root.modules() if id(m) not in inside and any(True for _ in m.parameters())]
         self._light = []
