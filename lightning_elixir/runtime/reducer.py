@@ -73,7 +73,7 @@ class _InFlight:
     is_late: bool
     is_whole: bool  # every parameter that can have one had a gradient, on this rank
     is_of_copy: bool = False  # the mean over the other copies is still to come
-    is_kept: bool = False  # the block is the gradient shard from now on
+    is_kept: bool = False  # the block is the gradient shard from now on, and none that others wait for
     earlier: Tensor | None = None  # what the result is added to: the lane reads it, the compute stream could reuse it
 
 
@@ -585,7 +585,8 @@ class Reducer:
         chunk, result = item.chunk, item.result[: self._store.optim_numel(item.chunk.spec)]
         shard = self._store.settle(chunk.id)
         item.earlier = shard.grad
-        item.is_kept = shard.grad is None and item.result is item.block and chunk.spec.optim_tier is Tier.GPU
+        is_shard = shard.grad is None and item.result is item.block and chunk.spec.optim_tier is Tier.GPU
+        item.is_kept = is_shard and not self._device.is_synchronous  # which never waits, and so frees blocks at once
         if shard.grad is not None:
             self.withdraw((chunk.id,))
         with self._device.reduce_lane.issue(), label("gradients", chunk.id):

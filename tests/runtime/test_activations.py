@@ -847,7 +847,7 @@ def _different_on_ranks(placement: str, scheme: str, is_one_by_one: bool = False
         optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.05))
         for step in range(2):
             seed_torch(2 * step + rank)
-            for part in torch.randn(2 * ROWS, 16).chunk(2):
+            for part in torch.randn(4 * ROWS, 16).chunk(2):
                 output = _one_by_one(module, part) if is_one_by_one else module(part)
                 optimizer.backward(output.float().square().mean())
             optimizer.step()
