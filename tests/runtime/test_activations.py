@@ -867,5 +867,6 @@ def test_two_ranks(placement: str, scheme: str) -> None:
     assert run_ranks(_different_on_ranks, 2, placement, scheme) == [[], []]
 
 
+@pytest.mark.full
 def test_blocks_that_two_ranks_call_one_by_one() -> None:
     assert run_ranks(_different_on_ranks, 2, "tight", "fp32", True) == [[], []]
