@@ -20,10 +20,10 @@ What activation checkpointing recomputes in backward is covered too, by one fram
 What tells of a module stands in the place of its call then: with any hook, torch takes a long way around the forward.
 (Code that the compiler makes goes past such a call. So where there is any, modules that bring chunks, and those at
 whose begin one above may have to take another, have hooks.) And as long as a frame holds what modules below it need,
-these run as they are (`_hush`), since nothing is to be done at their begin. What that does not show are hooks for saved
-tensors that the user has new inside of a layer. They get parameters as plain PyTorch has them, for one step: its
-accesses are not those of the trace, so the next one tells of all; and where a layer's chunk cannot go because of them,
-all that comes behind the layer is told of at once.
+these run as they are (`_hush`), but for the model's layers, since nothing is to be done at their begin. What that does
+not show are hooks for saved tensors that the user has new inside of a layer. They get parameters as plain PyTorch has
+them, for one step: its accesses are not those of the trace, so the next one tells of all; and where a chunk cannot go
+because of them, all that comes behind the last layer in it is told of at once.
 A hook costs some microseconds a call, an access some tens, and a GPT of 24 layers has 200 modules with parameters.
 
 [Note: compiled regions] Where a module is compiled (`core/compiled_modules.py`), it is one access: all that it and the
@@ -453,7 +453,7 @@ class Forwards:
         ran last, and will be taken again by the next one, can go."""
         if self._frames and self._turn.is_mine():
             above = self._frames[-1]
-            if above.access.is_changing and not set(ids).issubset(above.ids):
+            if above.access.is_changing and set(ids) != set(above.ids):
                 self._hold(above, ())
 
     def _hold(self, frame: _Frame, ids: tuple[int, ...]) -> None:

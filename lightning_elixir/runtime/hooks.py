@@ -366,13 +366,14 @@ class SavedTensors:
     ) -> None:
         self._chunks = chunks
         self._need_of = weakref.WeakMethod(need)
-        # What was unpacked last, where the trace has more of the same chunk next: the thread, and what counts these.
+        # What was unpacked or accessed last, where the trace has more of the same chunk next: the thread, and what
+        # counts these.
         self._at_hand: Chunk | None = None
         self._at_hand_in = 0
         self._rcache: RCache | None = None
 
     def note_at_hand(self, chunk: Chunk, rcache: RCache) -> None:
-        """A chunk is there for this thread's backward, and nothing was to be done for it. As long as `rcache` hears of
+        """A chunk is there for what this thread does, and nothing was to be done for it. As long as `rcache` hears of
         nothing else, that is so for what is unpacked next of the same chunk, of which it then need not hear."""
         if rcache.grant(chunk.id):
             self._at_hand, self._at_hand_in, self._rcache = chunk, get_ident(), rcache

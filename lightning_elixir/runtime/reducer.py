@@ -73,7 +73,7 @@ class _InFlight:
     is_late: bool
     is_whole: bool  # every parameter that can have one had a gradient, on this rank
     is_of_copy: bool = False  # the mean over the other copies is still to come
-    is_kept: bool = False  # the block is the gradient shard from now on, and none that others wait for
+    is_kept: bool = False  # see `Reducer._is_kept`
     earlier: Tensor | None = None  # what the result is added to: the lane reads it, the compute stream could reuse it
 
 
@@ -537,10 +537,12 @@ class Reducer:
         else:
             item = self._start_reduction(chunk, collected.block, is_late, is_whole)
         is_pending = item.work is not None or item.is_of_copy  # until the end of backward: hosts wait for it
+        self._in_flight.append(item)  # before it lands, which may fail: the lane has its memory already
         if not is_pending:
             self._land(item)
-        self._in_flight.append(item)
-        if self._device.is_synchronous and not is_pending:
+        if not self._device.is_synchronous:
+            self._retire(GRAD_BLOCKS)
+        elif not is_pending:
             self._retire(_MAX_IN_FLIGHT)  # now: collectives end in an order, and gradients come in any
 
     def _start_reduction(self, chunk: Chunk, block: Tensor, is_late: bool, is_whole: bool) -> _InFlight:
@@ -577,16 +579,15 @@ class Reducer:
                 self._groups.across.mean_over_ranks(item.result)
             if is_pending:
                 self._land(item)
-            if item.event is not None:
-                item.event.wait()
+            event = item.event or self._device.reduce_lane.record()  # it has failed to land
+            event.wait()
 
     def _land(self, item: _InFlight) -> None:
         """Bring a reduced gradient to its tier and add it to what is there."""
         chunk, result = item.chunk, item.result[: self._store.optim_numel(item.chunk.spec)]
         shard = self._store.settle(chunk.id)
         item.earlier = shard.grad
-        is_shard = shard.grad is None and item.result is item.block and chunk.spec.optim_tier is Tier.GPU
-        item.is_kept = is_shard and not self._device.is_synchronous  # which never waits, and so frees blocks at once
+        item.is_kept = self._is_kept(chunk)
         if shard.grad is not None:
             self.withdraw((chunk.id,))
         with self._device.reduce_lane.issue(), label("gradients", chunk.id):
@@ -611,15 +612,20 @@ class Reducer:
     def _segments(self, chunk: Chunk) -> Sequence[Segment]:
         return self._groups.segments(chunk.spec)
 
+    def _is_kept(self, chunk: Chunk) -> bool:
+        """Whether the block of a chunk's next gradients becomes its gradient shard, and none that others wait for. (A
+        device that never waits frees blocks at once, and all are alike.)"""
+        is_own = not self._groups.is_shared(chunk.spec) and chunk.spec.optim_tier is Tier.GPU
+        is_cast = self._reduce_dtype not in (None, chunk.dtype)
+        return is_own and not (is_cast or self._device.is_synchronous) and self._store[chunk.id].grad is None
+
     def _new_block(self, chunk: Chunk) -> Tensor:
         """Where a chunk's gradients collect. Only now the compute stream waits until an earlier block is free: compiled
         code gives all of its gradients at once, and what is computed next has no use for a block. (Seen on H200s,
         Llama-7B with compiled layers, 8 x 2048: steps waited 0.144 s with five chunks to a layer, 0.088 s with two.)"""
-        is_own = not self._groups.is_shared(chunk.spec) and chunk.spec.optim_tier is Tier.GPU
-        is_kept = is_own and self._store[chunk.id].grad is None
-        if not (is_kept or self._device.is_synchronous):
+        if not (self._device.is_synchronous or self._is_kept(chunk)):
             self._retire(_MAX_IN_FLIGHT)
-        if is_own:
+        if not self._groups.is_shared(chunk.spec) and chunk.spec.optim_tier is Tier.GPU:
             # It becomes the gradient shard, and stays while activations go: it comes from the memory that they leave.
             return torch.empty(chunk.spec.numel, dtype=chunk.dtype, device=self._device.torch_device)
         block = torch.empty(0, dtype=chunk.dtype, device=self._device.torch_device)

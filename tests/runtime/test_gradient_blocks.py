@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -130,3 +131,55 @@ def test_gradients_that_come_at_once_hold_up_nothing_but_each_other(
         assert layer[-1] == "landing"  # and the next one is computed
         assert all(layer[i - 1] in ("block", "wait") for i, what in enumerate(layer) if what == "wait")
     assert any("wait" in layer for layer in layers[:-1])
+
+
+def test_blocks_that_are_cast_for_the_reduction_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They become no gradient shards, though states are on the device; as of experts that one rank has alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer([], 2) for _ in range(4)))
+    make = CpuDevice.__init__
+
+    def make_late(self: CpuDevice) -> None:
+        make(self)
+        self.is_synchronous = False
+
+    most_blocks = 0
+    new_block = Reducer._new_block
+
+    def counted(self: Reducer, chunk: Chunk) -> Tensor:
+        nonlocal most_blocks
+        block = new_block(self, chunk)
+        most_blocks = max(most_blocks, len(self._in_flight) + len(self._collected) + 1)
+        return block
+
+    monkeypatch.setattr(Reducer, "_new_block", counted)
+    with patch.object(CpuDevice, "__init__", make_late):
+        module = ElixirModule(model, plan_of(model, 1))
+        module.engine.reducer._reduce_dtype = torch.float64
+        module(torch.randn(SIZE, SIZE)).sum().backward()
+        module.close()
+    assert most_blocks == GRAD_BLOCKS
+
+
+def test_what_fails_to_land_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lane has its memory already: an item that is dropped would give that to others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer([], 2) for _ in range(2)))
+    module = ElixirModule(model, plan_of(model, 0))
+    log: list[str] = []
+    reducer, lane = module.engine.reducer, module.engine.device.reduce_lane
+    record = lane.record
+
+    def fail(*args: Any, **options: Any) -> Event:
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Landing, "land", fail)
+        patched.setattr(lane, "record", lambda: LateEvent(record(), log))
+        with pytest.raises(RuntimeError, match="no room"):
+            module(torch.randn(SIZE, SIZE)).sum().backward()
+        with suppress(Exception):
+            reducer.abandon()
+    assert log == ["wait"]
+    assert not reducer._in_flight
+    module.close()

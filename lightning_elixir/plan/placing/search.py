@@ -73,7 +73,7 @@ _MOST_SPARE_COUNTS = 32  # numbers of chunks with spare states that are tried
 
 
 def search(candidates: Sequence[Candidate], problem: Problem) -> Plan:
-    """The fastest plan that fits, with its forecast.
+    """The fastest plan that fits, or one that is about as fast and waits for less, with its forecast.
 
     Args:
         candidates: Chunk sizes to choose from; the first is searched most thoroughly.
@@ -414,7 +414,10 @@ class _LayoutSearch(Space):
         near = sorted((o for o in self.outcomes.values() if o.felt_s <= limit_s), key=rank)[:_MOST_AS_FAST]
         looked = (self.glimpse(o.choice, limit_s) for o in near)
         as_fast = [outcome, *(o for o in looked if o.times is not None and o.felt_s <= limit_s)]
-        return min(as_fast, key=lambda o: (self.with_faster_host_s(o) + o.handling_s, rank(o)))
+        faster = [(self.with_faster_host_s(o) + o.handling_s, o) for o in as_fast]
+        least_s = min(seconds for seconds, _ in faster) * (1 + SAME)
+        best = [o for seconds, o in faster if seconds <= least_s]
+        return best[0] if best[0] is outcome else min(best, key=lambda o: (o.nvme_bytes, o.host_bytes, rank(o)))
 
     def fetching_ahead(self, outcome: Outcome) -> Outcome:
         """The same, with chunks fetched as far ahead as costs next to nothing: real copies are often later than

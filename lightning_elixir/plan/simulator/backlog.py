@@ -305,7 +305,8 @@ class Backlog:
                 site.advance(until_s)
 
     def host_s(self, from_s: float, most_s: float) -> float:
-        """For how long the host's worker has something to do from a moment on, as far as is known by now.
+        """For how long the host's worker goes on with what it has, from a moment on. What it begins after having been
+        idle is left out, and so are states on NVMe: an update that begins beside a copy is slowed itself.
 
         Args:
             from_s: Up to where all has been let work, or later.

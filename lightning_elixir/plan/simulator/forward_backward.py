@@ -249,7 +249,9 @@ class ForwardBackward:
         if is_detailed:
             clocks.record.gradient(chunk)
         reduce_s, download_s = costs.reduce_s, costs.download_s
-        has_block = reduce_s + download_s > 0  # otherwise it becomes the gradient shard
+        # Otherwise it becomes the gradient shard. (The runtime waits at the first gradient, of which is not known when
+        # it comes: here an interval may overlap with a download that in truth comes before it.)
+        has_block = reduce_s + download_s > 0
         if has_block and len(self._blocks) == GRAD_BLOCKS:
             clocks.wait(self._blocks[0] + clocks.late_s, "wait for a gradient block")
         start_s = max(clocks.reduce.free_s, clocks.now_s)
