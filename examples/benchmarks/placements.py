@@ -281,7 +281,7 @@ def short_profile(profile: StepProfile) -> dict[str, Any]:
         {"needs": e.ids, "is_pinned": e.is_pinned, "held": e.held} if isinstance(e, Acquire) else {"drops": e.ids}
         for e in profile.trace.events
     ]
-    intervals = [(i.compute_s, i.non_model_bytes, i.grads) for i in profile.intervals]
+    intervals = [(i.compute_s, i.non_model_bytes, i.grads, i.grad_s) for i in profile.intervals]
     return {"events": events, "intervals": intervals}
 
 
@@ -323,7 +323,10 @@ def simulated_again(found: Mapping[str, Any], run: Mapping[str, Any]) -> Timelin
         Acquire(tuple(e["needs"]), e["is_pinned"], tuple(e["held"])) if "needs" in e else Drop(tuple(e["drops"]))
         for e in found["profile"]["events"]
     ]
-    intervals = [StepInterval(seconds, size, tuple(grads)) for seconds, size, grads in found["profile"]["intervals"]]
+    intervals = [
+        StepInterval(seconds, size, tuple(grads), grad_s=tuple(*grad_s))  # earlier files have no `grad_s`
+        for seconds, size, grads, *grad_s in found["profile"]["intervals"]
+    ]
     profile = StepProfile(AccessTrace(tuple(events)), tuple(intervals))
     hardware = HardwareSpec.from_dict(found["hardware"])
     return timeline_of(replace(plan, update_timing=timing), profile, hardware, regime, is_detailed=False)

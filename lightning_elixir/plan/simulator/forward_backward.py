@@ -56,7 +56,8 @@ class ForwardBackward:
         # Of the micro-batch under way.
         self._ready: dict[int, float] = {}  # when it is there, less `late_s` of the clocks
         self._held_up: dict[int, float] = {}  # seconds that a fetch began later because of its chunk's update
-        self._blocks: deque[float] = deque(maxlen=GRAD_BLOCKS)  # when the last gradients had left theirs, less `late_s`
+        self._collected_s = 0.0  # end of the last reduction, less `late_s`
+        self._blocks: deque[float] = deque(maxlen=GRAD_BLOCKS)  # ends of the last ones that had a block, likewise
         self._sums: deque[float] = deque(maxlen=STAGING_BUFFERS)  # ends of the last additions in host memory
         # Of chunks that are updated in the step: when the last gradient is reduced, less `late_s`, and when all are
         # added up.
@@ -76,7 +77,7 @@ class ForwardBackward:
         """One forward and one backward; returns their seconds."""
         clocks = self._clocks
         begin_s = clocks.now_s
-        self._ready, self._held_up, self._reduced_s = {}, {}, 0.0
+        self._ready, self._held_up, self._collected_s, self._reduced_s = {}, {}, 0.0, 0.0
         self._blocks.clear()
         clocks.record.begin_micro_batch()
         is_detailed = clocks.record.is_detailed
@@ -236,12 +237,17 @@ class ForwardBackward:
             if until_s > done_s or number == 0:
                 self._compute(interval, label, until_s - done_s)
                 done_s = until_s
-            self._gradient(chunk_id)
+            self._gradient(chunk_id, is_next_soon=not interval.grad_s)
         if interval.compute_s > done_s:
             self._compute(interval, label, interval.compute_s - done_s)
 
-    def _gradient(self, chunk_id: int) -> None:
-        """A chunk's gradients are complete: they are reduced, and go where they stay."""
+    def _gradient(self, chunk_id: int, *, is_next_soon: bool = True) -> None:
+        """A chunk's gradients are complete: they are reduced, and go where they stay.
+
+        Args:
+            is_next_soon: The next chunk needs a block at once, as one after the other gets its gradients. Otherwise it
+                does where its own are complete: of its first one it is not known when that comes.
+        """
         clocks, chunk, costs = self._clocks, self._chunks[chunk_id], self._costs[chunk_id]
         if not chunk.requires_grad:
             return
@@ -249,9 +255,7 @@ class ForwardBackward:
         if is_detailed:
             clocks.record.gradient(chunk)
         reduce_s, download_s = costs.reduce_s, costs.download_s
-        # Otherwise it becomes the gradient shard. (The runtime waits at the first gradient, of which is not known when
-        # it comes: here an interval may overlap with a download that in truth comes before it.)
-        has_block = reduce_s + download_s > 0
+        has_block = reduce_s + download_s > 0  # otherwise it becomes the gradient shard
         if has_block and len(self._blocks) == GRAD_BLOCKS:
             clocks.wait(self._blocks[0] + clocks.late_s, "wait for a gradient block")
         start_s = max(clocks.reduce.free_s, clocks.now_s)
@@ -274,8 +278,11 @@ class ForwardBackward:
             clocks.record.span("d2h", down_s, end_s, f"gradients {chunk_id}")
         if has_block:
             self._blocks.append(end_s - clocks.late_s)
+        if is_next_soon:
+            clocks.wait(self._collected_s + clocks.late_s, "wait for a gradient block")
+        self._collected_s = end_s - clocks.late_s
         if chunk_id not in self._updates.behind:
-            self._reduced_s, self._summed_s = end_s - clocks.late_s, max(self._summed_s, landed_s)
+            self._reduced_s, self._summed_s = self._collected_s, max(self._summed_s, landed_s)
         if chunk.optim_tier is not Tier.GPU:
             self._updates.land(chunk, landed_s, stored_s)
 
