@@ -191,8 +191,7 @@ def test_the_next_forward_has_its_chunks_first(monkeypatch: pytest.MonkeyPatch) 
         needs = module.engine.steps.first_needs()
         gate.set()
         optimizer.synchronize()
-    begun, rest = order[:2], order[2:]  # two threads had taken one each when the step came
-    assert begun[0] == max(needs, key=lambda i: needs[i])
+    rest = order[2:]  # two threads had taken one each when the step came, of those that had landed when they looked
     assert rest == sorted(rest, key=lambda i: needs[i])
     assert len(order) == len(needs) > 4
     module.close()
