@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -67,6 +68,19 @@ class LateEvent:
         return self.event.is_over()
 
 
+@contextmanager
+def asynchronous() -> Iterator[None]:
+    """Devices that are made inside are taken for one that does several things at a time."""
+    make = CpuDevice.__init__
+
+    def make_late(self: CpuDevice) -> None:
+        make(self)
+        self.is_synchronous = False
+
+    with patch.object(CpuDevice, "__init__", make_late):
+        yield
+
+
 def plan_of(model: nn.Module, num_on_device: int) -> Plan:
     """A chunk for each weight, in host memory but for every `num_on_device`-th (0: all)."""
     plan = make_plan(model, placement_policy="cpu", chunk_size=SIZE * SIZE)
@@ -108,15 +122,9 @@ def test_gradients_that_come_at_once_hold_up_nothing_but_each_other(
         log.append("landing")
         return LateEvent(land(self, *args, **options), log)
 
-    make = CpuDevice.__init__
-
-    def make_late(self: CpuDevice) -> None:
-        make(self)
-        self.is_synchronous = False
-
     monkeypatch.setattr(Reducer, "_new_block", counted)
     monkeypatch.setattr(Landing, "land", late)
-    with patch.object(CpuDevice, "__init__", make_late):
+    with asynchronous():
         module = ElixirModule(model, plan_of(model, num_on_device))
         log.clear()
         module(x).square().sum().backward()
@@ -137,12 +145,6 @@ def test_blocks_that_are_cast_for_the_reduction_are_few(monkeypatch: pytest.Monk
     """They become no gradient shards, though states are on the device; as of experts that one rank has alone."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer([], 2) for _ in range(4)))
-    make = CpuDevice.__init__
-
-    def make_late(self: CpuDevice) -> None:
-        make(self)
-        self.is_synchronous = False
-
     most_blocks = 0
     new_block = Reducer._new_block
 
@@ -153,7 +155,7 @@ def test_blocks_that_are_cast_for_the_reduction_are_few(monkeypatch: pytest.Monk
         return block
 
     monkeypatch.setattr(Reducer, "_new_block", counted)
-    with patch.object(CpuDevice, "__init__", make_late):
+    with asynchronous():
         module = ElixirModule(model, plan_of(model, 1))
         module.engine.reducer._reduce_dtype = torch.float64
         module(torch.randn(SIZE, SIZE)).sum().backward()
