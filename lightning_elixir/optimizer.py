@@ -178,14 +178,18 @@ class ElixirOptimizer(torch.optim.Optimizer):
         be forked, such as those of a data loader."""
         self._updates.load_kernels()
 
-    def reserve(self) -> None:
+    def reserve(self, *, leaves_spares: bool = False) -> None:
         """Take the memory that steps keep now, rather than in the first step: of Adam's states wherever they are in
         memory, and of gradients in host memory. Nothing is stepped, and no number changes. Collective.
+
+        Args:
+            leaves_spares: Spare states, which no first backward uses, are not taken yet, but threads make their memory
+                from now on. Another call must follow.
 
         Raises:
             CapacityError: A host runs short of memory, or a device has no room for the states.
         """
-        self._updates.reserve()
+        self._updates.reserve(leaves_spares=leaves_spares)
 
     # What it can do
 

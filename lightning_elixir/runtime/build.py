@@ -303,10 +303,11 @@ class Builder:
             if type(parameter) is not nn.Parameter and not isinstance(parameter, ShellParameter):
                 place_beside(parameter, self._device.torch_device)
         shard = self._new_shard(spec)
-        piece = self._own_values(chunk, shard.master)
-        self._fill_shard(spec, shard, piece)
         if spec.is_persistent:
             chunk.allocate()
+        piece = self._own_values(chunk, self._first_place(chunk, shard.master))
+        self._fill_shard(spec, shard, piece)
+        if spec.is_persistent:
             self._fill_whole(spec, chunk.flat, piece)
             chunk.to_state(ChunkState.RESIDENT)
         del piece
@@ -343,9 +344,21 @@ class Builder:
             " that, or when the module is there"
         )
 
-    def _own_values(self, chunk: Chunk, master: Tensor | None) -> Tensor:
-        """This rank's slice of the chunk's values, 1-D, in master (or compute) dtype, its padding zeros. It is `master`
-        where that is host memory, which begins as zeros, and the values come from no other rank."""
+    def _first_place(self, chunk: Chunk, master: Tensor | None) -> Tensor | None:
+        """Zeros, 1-D, in master (or compute) dtype, where this rank's slice of a chunk's values may be put first: its
+        master, or the replica that stays. None: neither is as long, or lies where all else is made from it."""
+        spec = chunk.spec
+        if master is not None and spec.optim_tier is Tier.CPU:
+            return master  # which begins as zeros
+        if self._comm.world_size > 1 or not (spec.is_persistent or spec.param_tier is Tier.GPU):
+            return None
+        if master is not None:
+            return master.zero_()
+        return chunk.flat.zero_() if spec.is_persistent and self._sent_dtype(chunk) == chunk.dtype else None
+
+    def _own_values(self, chunk: Chunk, place: Tensor | None) -> Tensor:
+        """This rank's slice of the chunk's values, 1-D, in master (or compute) dtype, its padding zeros. It is `place`,
+        of `_first_place`, where the values come from no other rank, and not from files to the device."""
         comm, spec = self._comm, chunk.spec
         dtype, numel = self._sent_dtype(chunk), self._groups.numel(spec)
         is_read = [member.fqn in self._sources for member in spec.members]
@@ -356,8 +369,8 @@ class Builder:
                 self._read_sources(chunk, piece)
             return piece
         if all(is_read) or comm.world_size == 1:
-            is_near = master is not None and spec.optim_tier is Tier.CPU
-            piece = master if master is not None and is_near else self._staged(numel, dtype)
+            is_fitting = place is not None and not (any(is_read) and self._is_far(place))
+            piece = place if place is not None and is_fitting else self._staged(numel, dtype)
             if not all(is_read):
                 self._collect(chunk, piece)
         else:
@@ -558,7 +571,8 @@ class Builder:
     def _fill_whole(self, spec: ChunkSpec, whole: Tensor, piece: Tensor) -> None:
         """Put the ranks' slices together, on the compute device."""
         comm = self._groups.of(spec)
-        self._put(self._groups.mine(spec, whole), piece)
+        if piece is not whole:
+            self._put(self._groups.mine(spec, whole), piece)
         if comm.world_size > 1:
             comm.all_gather(whole)
 

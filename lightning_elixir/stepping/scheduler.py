@@ -105,7 +105,8 @@ class UpdateScheduler:
             return self._all_to_come()
         left, states, gradients = most_bytes, list[Extent](), list[Extent]()
         for chunk in self._on_host:
-            own, landing = self._states_to_come(chunk), self._engine.reducer.landing.to_reserve(chunk)
+            landing = self._engine.reducer.landing.to_reserve(chunk)
+            own = [*self._states_to_come(chunk), *self._spares_to_come(chunk)]
             left -= bytes_of([*own, *landing])
             if left < 0:
                 break
@@ -123,21 +124,28 @@ class UpdateScheduler:
         """Those that have them in host memory."""
         return [chunk for chunk in self._chunks if chunk.spec.optim_tier is Tier.CPU]
 
-    def reserve(self) -> None:
+    def reserve(self, *, leaves_spares: bool = False) -> None:
         """Take the memory now that steps keep, without values: of Adam's states wherever they are in memory, and of
         gradients in host memory. Collective.
+
+        Args:
+            leaves_spares: Spare states are not taken yet; threads make their memory meanwhile. Another call must
+                follow.
 
         Raises:
             CapacityError: A host runs short of memory, or a device has no room for the states.
         """
         engine, chunks = self._engine, self._chunks
-        engine.host_memory.expect(self._all_to_come())
+        spares = [extent for chunk in self._on_host for extent in self._spares_to_come(chunk)]
+        engine.host_memory.expect([*(e for c in self._on_host for e in self._to_come(c, has_spares=False)), *spares])
         engine.host_room.begin()
         for chunk in self._on_host:
-            engine.host_room.take(chunk.spec, bytes_of(self._to_come(chunk)), engine.plan, engine.host_bytes)
-            self._reserve_states(chunk)
+            coming = self._to_come(chunk, has_spares=not leaves_spares)
+            engine.host_room.take(chunk.spec, bytes_of(coming), engine.plan, engine.host_bytes)
+            self._reserve_states(chunk, has_spares=not leaves_spares)
             engine.reducer.landing.reserve(chunk)
-        engine.host_memory.drop()
+        if not (leaves_spares and spares):
+            engine.host_memory.drop()
         if self._torch_steps is None:  # others make theirs in their first step
             run_together(engine.comm, lambda: self._reserve_on_device(chunks), _RESERVE)
 
@@ -169,17 +177,21 @@ class UpdateScheduler:
     def _all_to_come(self) -> list[Extent]:
         return [extent for chunk in self._on_host for extent in self._to_come(chunk)]
 
-    def _to_come(self, chunk: Chunk) -> list[Extent]:
+    def _to_come(self, chunk: Chunk, *, has_spares: bool = True) -> list[Extent]:
         """What `reserve` takes for a chunk that has its states in host memory."""
-        return [*self._states_to_come(chunk), *self._engine.reducer.landing.to_reserve(chunk)]
+        spares = self._spares_to_come(chunk) if has_spares else []
+        return [*self._states_to_come(chunk), *spares, *self._engine.reducer.landing.to_reserve(chunk)]
 
     def _states_to_come(self, chunk: Chunk) -> list[Extent]:
+        inner = self.states.inner[chunk.id]
+        return [] if inner.state_bytes() else inner.moments
+
+    def _spares_to_come(self, chunk: Chunk) -> list[Extent]:
         inner, shard = self.states.inner[chunk.id], self._engine.store[chunk.id]
-        found = [] if inner.state_bytes() else inner.moments
-        if chunk.spec.has_spare_states and shard.spare_master is None and shard.master is not None:
-            spare = self._engine.store.master_extent(chunk.spec, shard.master.dtype)
-            found = [*found, spare, Extent(spare.numel, chunk.dtype), *inner.moments]
-        return found
+        if not chunk.spec.has_spare_states or shard.spare_master is not None or shard.master is None:
+            return []
+        spare = self._engine.store.master_extent(chunk.spec, shard.master.dtype)
+        return [spare, Extent(spare.numel, chunk.dtype), *inner.moments]
 
     def prepare_move(self, groups: Sequence[dict[str, Any]] | None = None) -> None:
         """States are going to move, or to be in other groups.
@@ -196,10 +208,10 @@ class UpdateScheduler:
         self.states.note_followed()
         self._engine.reducer.watch(self)
 
-    def _reserve_states(self, chunk: Chunk) -> None:
+    def _reserve_states(self, chunk: Chunk, *, has_spares: bool = True) -> None:
         """Adam's moments, and the spares of a chunk that shall have them."""
         self.states.inner[chunk.id].allocate_moments()
-        if self._engine.store.reserve_spares(chunk.spec, chunk.dtype):
+        if has_spares and self._engine.store.reserve_spares(chunk.spec, chunk.dtype):
             self.states.inner[chunk.id].allocate_spares()
 
     # Inside backward

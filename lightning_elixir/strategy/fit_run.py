@@ -177,7 +177,8 @@ class FitRun:
             self._meter.interrupt()
 
     def after_backward(self) -> None:
-        """Gradients are there."""
+        """Gradients are there. Collective until the warm-up is over."""
+        self._reservation.take_rest()
         if self._meter is not None:
             self._meter.after_backward()
 

@@ -1,4 +1,5 @@
-"""Memory that steps under a plan keep, taken when the plan comes into force."""
+"""Memory that steps under a plan keep, taken when the plan comes into force: that of spare states, which a first
+backward does not use, is made beside it and taken when it ends (1.3 s of Llama-7B's first step with a norm limit)."""
 
 from __future__ import annotations
 
@@ -31,18 +32,31 @@ class Reservation:
         self._optimizers = optimizers
         self._plan: Plan | None = None  # for which it is taken
         self._has_lacked_room = False  # on the device, for the states of a plan
+        self._has_left_spares = False
 
     def take(self) -> None:
         """Take it, unless that has been done for the plan in force. Collective."""
         plan = self._handle.engine.plan
         if plan is self._plan or self._warm_up.stage in (Stage.NEW, Stage.WATCHED):
             return
-        self._plan = plan
+        self._plan, is_first = plan, plan.has_spare_states and not self._handle.num_steps
         try:
             for optimizer in self._optimizers():
-                optimizer.reserve()
+                optimizer.reserve(leaves_spares=is_first)
+            self._has_left_spares = is_first
         except CapacityError as error:
             if error.resource != "GPU" or self._has_lacked_room or not self._warm_up.start_over():
                 raise
             self._has_lacked_room = True  # the next plan is made from what was seen
             log.warning("%s. The next step is watched, and another plan made", error)
+
+    def take_rest(self) -> None:
+        """Take what `take` has left, after a backward. Collective.
+
+        Raises:
+            CapacityError: A host runs short of memory.
+        """
+        if self._has_left_spares:
+            self._has_left_spares = False
+            for optimizer in self._optimizers():
+                optimizer.reserve()

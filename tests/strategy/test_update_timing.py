@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import math
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,39 @@ def test_updates_that_can_be_taken_back_begin_under_clipping(
     num_tried = len(norms) - 1 if redone == 0 else 2  # the first step, which had nothing to try, was clipped as well
     assert [n for n in model.begun if n] == [num_chunks] * num_tried
     assert trainer.strategy.stats().redone_steps == (0 if redone == 0 else num_tried)
+
+
+class SparedNet(HybridNet):
+    """Notes how many chunks have spare states when forward, backward and step are over."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seen: list[int] = []
+
+    def _note(self) -> None:
+        engine: Any = self.trainer.strategy.model.engine
+        self.seen.append(sum(engine.store[chunk.id].spare_master is not None for chunk in engine.chunks))
+
+    def on_before_backward(self, loss: Any) -> None:
+        self._note()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._note()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._note()
+
+
+def test_the_first_backward_is_what_spare_states_are_made_beside() -> None:
+    """It has no use for them; waiting for their memory took 1.3 s of a first step."""
+    trainer, model, _ = fit(strategy("auto"), SparedNet, gradient_clip_val=1e3, **BF16)
+    count = num_with_master(trainer)
+    assert model.seen == [0, *[count] * (len(model.seen) - 1)]
+    assert not any("elixir-memory" in thread.name for thread in threading.enumerate())
+    trainer.fit_loop.max_epochs += 1
+    model.seen.clear()
+    trainer.fit(model, make_data())
+    assert set(model.seen) == {count}
 
 
 @pytest.mark.parametrize("limit", [full(1e3), 5.0], ids=["never clipped", "sometimes clipped"])

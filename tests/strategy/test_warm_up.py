@@ -572,12 +572,12 @@ def _without_room(world_size: int) -> Any:
     with pytest.MonkeyPatch.context() as monkeypatch:
         original, reserved = UpdateScheduler._reserve_states, []
 
-        def reserve_states(scheduler: UpdateScheduler, chunk: Any) -> None:
+        def reserve_states(scheduler: UpdateScheduler, chunk: Any, **options: Any) -> None:
             is_near = chunk.spec.optim_tier is Tier.GPU
             reserved.extend([chunk.id] * is_near)
             if is_near and len(reserved) == 2 and scheduler._engine.comm.rank == world_size - 1:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 34.00 MiB.")
-            original(scheduler, chunk)
+            original(scheduler, chunk, **options)
 
         monkeypatch.setattr(UpdateScheduler, "_reserve_states", reserve_states)
         callback = Plans()
