@@ -49,6 +49,11 @@ from lightning_elixir.runtime.landing import Landing
 from lightning_elixir.runtime.transport import Transport
 from lightning_elixir.runtime.zero_grads import ZeroGrads
 
+# Gradients of no more are copied to their block together, so many at most: a launch costs the host as much as that of a
+# matrix product, and of a layer's parameters most are norms and biases.
+_SMALL_BYTES = 2**18
+_MOST_SMALL = 32
+
 # Blocks whose reduction or download may be under way when another begins to collect.
 _MAX_IN_FLIGHT = GRAD_BLOCKS - 1
 
@@ -61,6 +66,14 @@ class _Collected:
     expected: int | None = None  # gradients; None: not known
     arrived: set[int] = field(default_factory=set)  # member indices
     count: int = 0  # of gradients, of which a parameter may get several
+    small: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Slices of the block and the gradients that are to be copied there."""
+
+    def write_small(self) -> None:
+        """Copy what was put off."""
+        if self.small:
+            torch._foreach_copy_([target for target, _ in self.small], [grad for _, grad in self.small])
+            self.small.clear()
 
 
 @dataclass
@@ -204,9 +217,16 @@ class Reducer:
         target = collected.block.as_strided(*chunk.places[index])
         arrived = collected.arrived
         if index in arrived:
+            collected.write_small()
             target.add_(grad)
         else:
-            target.copy_(grad)
+            is_plain = type(grad) is Tensor and grad.layout is torch.strided and grad.dtype is target.dtype
+            if is_plain and grad.untyped_storage().nbytes() <= _SMALL_BYTES:  # it may be a part of something large
+                collected.small.append((target, grad))
+                if len(collected.small) == _MOST_SMALL:
+                    collected.write_small()
+            else:
+                target.copy_(grad)
             arrived.add(index)
         key = (chunk_id, index)
         if key not in self.used:
@@ -488,8 +508,9 @@ class Reducer:
         self.is_order_known = True
 
     def block_bytes_held(self) -> int:
-        """Device bytes of gradient blocks that are not (yet) gradient shards."""
+        """Device bytes of gradient blocks that are not (yet) gradient shards, and of gradients on their way there."""
         blocks = [c.block for c in self._collected.values()]
+        blocks += [grad for collected in self._collected.values() for _, grad in collected.small]
         for item in self._in_flight:
             grad = self._store[item.chunk.id].grad
             if grad is None or grad.data_ptr() != item.block.data_ptr():
@@ -525,6 +546,7 @@ class Reducer:
             collected = _Collected(self._new_block(chunk))
         else:
             self._arrivals[chunk.id] = self._arrivals.get(chunk.id, 0) + collected.count
+            collected.write_small()
         for index, parameter in enumerate(chunk.parameters):
             if index not in collected.arrived and parameter.numel() > 0:
                 chunk.slice_of(collected.block, index).zero_()

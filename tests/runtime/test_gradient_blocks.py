@@ -11,11 +11,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_elixir.core.device import CpuDevice, Event
 from lightning_elixir.plan.memory import GRAD_BLOCKS
 from lightning_elixir.plan.types import Plan, Tier
+from lightning_elixir.runtime import reducer
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.landing import Landing
 from lightning_elixir.runtime.reducer import Reducer
@@ -185,3 +187,54 @@ def test_what_fails_to_land_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert log == ["wait"]
     assert not reducer._in_flight
     module.close()
+
+
+class Mixed(nn.Module):
+    """Large and small parameters, one that is used twice, and one that only some batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(SIZE, 4 * SIZE), nn.Linear(4 * SIZE, SIZE)
+        self.norm, self.extra = nn.LayerNorm(SIZE), nn.Parameter(torch.randn(SIZE))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        for _ in range(2):  # under reentrant checkpointing each time has a gradient of its own
+            x = x + torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=True)
+        return self.norm(x) * self.extra if number % 2 else self.norm(x)
+
+    def part(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.first(self.norm(x)).relu())
+        return result
+
+
+@pytest.mark.parametrize("most", [0, 4 * SIZE, 4 * SIZE * SIZE, 2**30])
+def test_small_gradients_are_copied_together(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reducer, "_SMALL_BYTES", most)
+    copies: list[int] = []
+    together = torch._foreach_copy_
+
+    def noted(targets: list[Tensor], sources: list[Tensor]) -> None:
+        assert all(source.nbytes <= most for source in sources)
+        copies.append(len(targets))
+        together(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", noted)
+    torch.manual_seed(3)
+    expected = Mixed()
+    actual = ElixirModule(
+        copy.deepcopy(expected), make_plan(expected, placement_policy="cuda"), device=torch.device("cpu")
+    )
+    assert len(actual.engine.chunks) == 1
+    for number in range(4):
+        x = torch.randn(5, SIZE, requires_grad=True)
+        expected(x, number).square().sum().backward()
+        actual(x, number).square().sum().backward()
+        own = dict(actual.module.named_parameters())
+        for name, parameter in expected.named_parameters():
+            grad = own[name].grad
+            assert (grad is None) is (parameter.grad is None)
+            assert grad is None or torch.equal(grad, parameter.grad)
+        expected.zero_grad()
+        actual.zero_grad()
+    # Those of the norm, `extra` and one bias; the other bias; both weights.
+    assert max(copies, default=0) == {0: 0, 4 * SIZE: 4, 4 * SIZE * SIZE: 5}.get(most, 7)
