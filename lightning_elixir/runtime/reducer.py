@@ -50,8 +50,8 @@ from lightning_elixir.runtime.transport import Transport
 from lightning_elixir.runtime.zero_grads import ZeroGrads
 
 # Gradients of no more are copied to their block together, so many at most: a launch costs the host as much as that of a
-# matrix product, and of a layer's parameters most are norms and biases.
-_SMALL_BYTES = 2**18
+# matrix product, and of a layer's parameters most are norms and biases. Until then they stay, which no plan counts.
+_SMALL_BYTES = 2**16
 _MOST_SMALL = 32
 
 # Blocks whose reduction or download may be under way when another begins to collect.
@@ -132,6 +132,7 @@ class Reducer:
         self.landing = Landing(transport, chunks, reduce_dtype)
         self._device = transport.device
         self._groups = transport.groups
+        self._is_launching = not transport.device.is_synchronous  # elsewhere a copy costs nothing beside its bytes
         self._has_peers = transport.groups.world.world_size > 1
         self._store = transport.store
         self._moved = transport.moved
@@ -220,8 +221,7 @@ class Reducer:
             collected.write_small()
             target.add_(grad)
         else:
-            is_plain = type(grad) is Tensor and grad.layout is torch.strided and grad.dtype is target.dtype
-            if is_plain and grad.untyped_storage().nbytes() <= _SMALL_BYTES:  # it may be a part of something large
+            if self._is_launching and _is_small(grad, target.dtype):
                 collected.small.append((target, grad))
                 if len(collected.small) == _MOST_SMALL:
                     collected.write_small()
@@ -655,3 +655,9 @@ class Reducer:
         self._device.allocate(storage, max(self._block_bytes, chunk.spec.nbytes))
         block.set_(storage, 0, (chunk.spec.numel,), (1,))
         return block
+
+
+def _is_small(grad: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a gradient may wait for others: it is small, and no part of something large."""
+    is_plain = type(grad) is Tensor and grad.layout is torch.strided and grad.dtype is dtype
+    return is_plain and grad.untyped_storage().nbytes() <= _SMALL_BYTES

@@ -221,9 +221,9 @@ def test_small_gradients_are_copied_together(most: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "_foreach_copy_", noted)
     torch.manual_seed(3)
     expected = Mixed()
-    actual = ElixirModule(
-        copy.deepcopy(expected), make_plan(expected, placement_policy="cuda"), device=torch.device("cpu")
-    )
+    with asynchronous():
+        plan = make_plan(expected, placement_policy="cuda")
+        actual = ElixirModule(copy.deepcopy(expected), plan, device=torch.device("cpu"))
     assert len(actual.engine.chunks) == 1
     for number in range(4):
         x = torch.randn(5, SIZE, requires_grad=True)
