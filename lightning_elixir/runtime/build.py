@@ -135,8 +135,6 @@ class Builder:
         self._chunks: list[Chunk] = []
         self._collector = Worker("elixir-collect", context=partial(working_on, device.torch_device))
         self._ahead: _Collecting | None = None
-        self._freer = Worker("elixir-free")
-        self._freeing: Task | None = None
         self._shells: dict[str, Tensor] = {}  # around other tensors, until their chunk is filled
         self._new: set[str] = set()  # ours, in the places of the user's
 
@@ -183,7 +181,7 @@ class Builder:
         self._chunks = chunks = [self._new_chunk(spec) for spec in specs]
         self._replace_parameters(chunks)
         self._move_buffers()
-        room = HostRoom(self._comm, store.memory, self._wait_for_freeing)
+        room = HostRoom(self._comm, store.memory)
         wanted = [self._on_host(spec) for spec in specs]
         try:
             for number in store.memory.in_turn(wanted, CHUNKS_AHEAD):
@@ -194,7 +192,7 @@ class Builder:
             self._collector.close()
             self._ahead = None
             self._downloads.close()
-            self._freer.rest()
+            store.memory.settle()  # a process that is forked now would keep for good what has not gone yet
         self._device.synchronize()  # values may still be on their way
         self._staging = self._uploads = None
         self._raise_read_error()
@@ -323,20 +321,14 @@ class Builder:
         return [p.data for p in own if type(p) is nn.Parameter and p.device.type == "cpu"]
 
     def _leave(self, tensors: list[Tensor]) -> None:
-        """Have a thread free memory that the user's parameters do not use any more, while the next chunk is filled:
-        the system takes as long for that as for the copying. No more than one chunk's waits.
+        """Have a thread free memory that the user's parameters do not use any more. Where the host runs short, the next
+        look waits for it.
 
         Args:
             tensors: Emptied.
         """
-        self._wait_for_freeing()
         if sum(tensor.nbytes for tensor in tensors) >= _WORTH_A_THREAD_BYTES:
-            self._freeing = self._freer.submit(partial(_free, tensors))
-
-    def _wait_for_freeing(self) -> None:
-        if self._freeing is not None:
-            self._freeing.join()
-        self._freeing = None
+            self._store.memory.give_back(tensors)
 
     def _refuse(self, chunk: Chunk) -> AbstractContextManager[None]:
         raise StateError(
@@ -575,13 +567,6 @@ class Builder:
             self._put(self._groups.mine(spec, whole), piece)
         if comm.world_size > 1:
             comm.all_gather(whole)
-
-
-def _free(tensors: list[Tensor]) -> None:
-    while tensors:
-        tensor = tensors.pop()
-        if not tensor.is_inference():
-            tensor.set_()  # type: ignore[call-overload]  # which goes on without the GIL
 
 
 def _host_bytes(store: ShardStore) -> int:

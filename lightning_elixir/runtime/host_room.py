@@ -33,13 +33,11 @@ class HostRoom:
     Args:
         comm: The ranks, which look together.
         memory: What is there ahead counts as free.
-        settle: Waits for memory that is being freed; None: none is.
     """
 
-    def __init__(self, comm: Comm, memory: HostMemory, settle: Callable[[], None] | None = None) -> None:
+    def __init__(self, comm: Comm, memory: HostMemory) -> None:
         self._comm = comm
         self._memory = memory
-        self._settle = settle
         self._hosts: list[str] = []  # by rank
         self._num_elements = 0  # since the last look
         self._num_free = 0  # elements that may come until the next look, by what was free at the last one
@@ -83,8 +81,6 @@ class HostRoom:
             # What is being made ahead, or freed, counts as taken, though it is neither free nor there: without it,
             # figures are exact.
             self._memory.let_go()
-            if self._settle is not None:
-                self._settle()
             self._comm.exchange((0,))  # all have
             shortage = self._shortage(plan, wanted, held_bytes)
             if shortage is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
+from lightning_elixir.core import host_memory
 from lightning_elixir.core.device import CpuDevice
 from lightning_elixir.core.host_memory import Extent, HostMemory
 from lightning_elixir.errors import CapacityError
@@ -388,7 +389,7 @@ class Halves:
 def test_parameters_without_values_have_nothing_to_free(monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[list[Tensor]] = []
     monkeypatch.setattr(build, "_WORTH_A_THREAD_BYTES", 1)
-    monkeypatch.setattr(build, "_free", freed.append)
+    monkeypatch.setattr(host_memory, "_empty", freed.append)
     with torch.device("meta"):
         model = make_model()
     for parameter in model.parameters():
@@ -402,7 +403,7 @@ def _build_from_the_first_rank() -> Any:
     freed: list[list[Tensor]] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(build, "_WORTH_A_THREAD_BYTES", 1)
-        monkeypatch.setattr(build, "_free", freed.append)
+        monkeypatch.setattr(host_memory, "_empty", freed.append)
         with torch.device("meta" if torch.distributed.get_rank() else "cpu"):
             model = make_model()
         engine = ElixirModule(model, make_host_plan("cpu", 2), dtype=torch.bfloat16, device=torch.device("cpu"))
@@ -421,7 +422,7 @@ def test_nor_have_those_of_ranks_that_get_the_firsts() -> None:
 
 def test_memory_that_is_being_freed_is_waited_for_before_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host has enough only when what the user's parameters took is back."""
-    is_freed, free = threading.Event(), build._free
+    is_freed, free = threading.Event(), host_memory._empty
 
     def slowly(tensors: list[Tensor]) -> None:
         free(tensors)
@@ -433,7 +434,7 @@ def test_memory_that_is_being_freed_is_waited_for_before_an_error(monkeypatch: p
 
     monkeypatch.setattr(build, "_WORTH_A_THREAD_BYTES", 1)
     monkeypatch.setattr(build, "CHUNKS_AHEAD", 0)
-    monkeypatch.setattr(build, "_free", slowly)
+    monkeypatch.setattr(host_memory, "_empty", slowly)
     monkeypatch.setattr(host_room, "_BETWEEN_LOOKS", 2 * WIDTH * WIDTH)  # after the first chunks
     monkeypatch.setattr(host_room, "_ELEMENTS_PER_FREE_BYTE", 0)
     monkeypatch.setattr(host_room, "available_host_bytes", available)
