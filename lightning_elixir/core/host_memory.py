@@ -160,7 +160,8 @@ class HostMemory:
 
     def zeros(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True, is_overwritten: bool = False) -> Tensor:
         """1-D zeros; see `Device.host_zeros`. Where little memory is free and none of these is there, what was prepared
-        goes back first: it may be of other sizes, for a plan that is not in force any more.
+        goes back first, as it may be of other sizes, for a plan that is not in force any more; and what goes back is
+        waited for.
 
         Args:
             is_overwritten: All of it will be written before it is read, so it may hold anything.
@@ -175,7 +176,9 @@ class HostMemory:
             if is_locked:
                 self._device.lock(tensor)  # nothing, where it is
             return tensor if is_blank or is_overwritten else tensor.zero_()
-        if (self._pieces or self._kept) and available_host_bytes() < bytes_of([extent]) + self._least_free_bytes:
+        if (self._pieces or self._kept or self._freeing) and available_host_bytes() < bytes_of(
+            [extent]
+        ) + self._least_free_bytes:
             self.let_go()
         return self._device.host_zeros(numel, dtype, is_locked=is_locked)
 

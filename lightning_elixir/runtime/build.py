@@ -301,11 +301,11 @@ class Builder:
             if type(parameter) is not nn.Parameter and not isinstance(parameter, ShellParameter):
                 place_beside(parameter, self._device.torch_device)
         shard = self._new_shard(spec)
-        if spec.is_persistent:
-            chunk.allocate()
-        piece = self._own_values(chunk, self._first_place(chunk, shard.master))
+        piece = self._own_values(chunk, shard.master)
         self._fill_shard(spec, shard, piece)
         if spec.is_persistent:
+            if chunk.state is ChunkState.RELEASED:
+                chunk.allocate()
             self._fill_whole(spec, chunk.flat, piece)
             chunk.to_state(ChunkState.RESIDENT)
         del piece
@@ -321,8 +321,8 @@ class Builder:
         return [p.data for p in own if type(p) is nn.Parameter and p.device.type == "cpu"]
 
     def _leave(self, tensors: list[Tensor]) -> None:
-        """Have a thread free memory that the user's parameters do not use any more. Where the host runs short, the next
-        look waits for it.
+        """Have a thread free memory that the user's parameters do not use any more: until the end, that of many chunks
+        may wait. Where the host runs short, the next look waits for it.
 
         Args:
             tensors: Emptied.
@@ -336,21 +336,29 @@ class Builder:
             " that, or when the module is there"
         )
 
-    def _first_place(self, chunk: Chunk, master: Tensor | None) -> Tensor | None:
-        """Zeros, 1-D, in master (or compute) dtype, where this rank's slice of a chunk's values may be put first: its
-        master, or the replica that stays. None: neither is as long, or lies where all else is made from it."""
+    def _first_place(self, chunk: Chunk, master: Tensor | None, *, is_read: bool) -> Tensor | None:
+        """Zeros, 1-D, in master (or compute) dtype, where this rank's slice of a chunk's values is put first: its
+        master, or the replica that stays. None: it is put together in staging memory.
+
+        Args:
+            is_read: Some values come from files, which are read to host memory.
+        """
         spec = chunk.spec
         if master is not None and spec.optim_tier is Tier.CPU:
             return master  # which begins as zeros
-        if self._comm.world_size > 1 or not (spec.is_persistent or spec.param_tier is Tier.GPU):
+        is_near = spec.is_persistent or spec.param_tier is Tier.GPU
+        if self._comm.world_size > 1 or not is_near or (is_read and self._is_far(chunk.flat)):
             return None
         if master is not None:
             return master.zero_()
-        return chunk.flat.zero_() if spec.is_persistent and self._sent_dtype(chunk) == chunk.dtype else None
+        if not spec.is_persistent or self._sent_dtype(chunk) != chunk.dtype:
+            return None
+        chunk.allocate()
+        return chunk.flat.zero_()
 
-    def _own_values(self, chunk: Chunk, place: Tensor | None) -> Tensor:
-        """This rank's slice of the chunk's values, 1-D, in master (or compute) dtype, its padding zeros. It is `place`,
-        of `_first_place`, where the values come from no other rank, and not from files to the device."""
+    def _own_values(self, chunk: Chunk, master: Tensor | None) -> Tensor:
+        """This rank's slice of the chunk's values, 1-D, in master (or compute) dtype, its padding zeros. Where they
+        come from no other rank it is that of `_first_place`, if there is one."""
         comm, spec = self._comm, chunk.spec
         dtype, numel = self._sent_dtype(chunk), self._groups.numel(spec)
         is_read = [member.fqn in self._sources for member in spec.members]
@@ -361,8 +369,8 @@ class Builder:
                 self._read_sources(chunk, piece)
             return piece
         if all(is_read) or comm.world_size == 1:
-            is_fitting = place is not None and not (any(is_read) and self._is_far(place))
-            piece = place if place is not None and is_fitting else self._staged(numel, dtype)
+            place = self._first_place(chunk, master, is_read=any(is_read))
+            piece = self._staged(numel, dtype) if place is None else place
             if not all(is_read):
                 self._collect(chunk, piece)
         else:

@@ -129,8 +129,8 @@ class UpdateScheduler:
         gradients in host memory. Collective.
 
         Args:
-            leaves_spares: Spare states are not taken yet; threads make their memory meanwhile. Another call must
-                follow.
+            leaves_spares: Spare states are not taken yet; threads make their memory meanwhile, of several optimizers
+                that of the last one. Another call must follow.
 
         Raises:
             CapacityError: A host runs short of memory, or a device has no room for the states.

@@ -51,12 +51,12 @@ class Reservation:
             log.warning("%s. The next step is watched, and another plan made", error)
 
     def take_rest(self) -> None:
-        """Take what `take` has left, after a backward. Collective.
+        """Take what `take` has left, after a backward, unless another plan is in force by now. Collective.
 
         Raises:
             CapacityError: A host runs short of memory.
         """
-        if self._has_left_spares:
-            self._has_left_spares = False
+        is_left, self._has_left_spares = self._has_left_spares, False
+        if is_left and self._handle.engine.plan is self._plan:
             for optimizer in self._optimizers():
                 optimizer.reserve()

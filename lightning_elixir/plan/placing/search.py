@@ -56,9 +56,8 @@ from lightning_elixir.plan.units import format_bytes, format_seconds
 _NUM_ALTERNATIVES = 6
 # A climb tries about twenty neighbours a round; more than a few rounds bring nothing.
 _MOST_ROUNDS = 6
-# Where times are guessed, they choose a chunk size, and a placement to move from once a step is known: fewer will do.
-_MOST_SIMULATIONS = {False: 80, True: 30}  # by whether they are
-_MOST_CLIMBING = {False: 20, True: 5}  # from what is good elsewhere
+_MOST_SIMULATIONS = 80
+_MOST_CLIMBING = 20  # from what is good elsewhere
 # Where chunks are few, each weighs much and they differ in size: then chunks are also moved and exchanged one by one.
 _FEW_CHUNKS = 16
 _VERY_FEW_CHUNKS = 6
@@ -290,7 +289,7 @@ class _LayoutSearch(Space):
             return start
         if seed is not None:
             return self.climbed(start)
-        found = self._climbed(start, _MOST_SIMULATIONS[self.problem.is_time_guessed])
+        found = self._climbed(start, _MOST_SIMULATIONS)
         other = self._best_of(self._filled(start.choice.depth, "spread"), None)
         return found if other is None else min(found, self.climbed(other), key=rank)
 
@@ -318,7 +317,7 @@ class _LayoutSearch(Space):
         """The best that a short climb from there leads to."""
         if start.choice == self.everything:
             return start
-        return self._climbed(start, self.num_simulations + _MOST_CLIMBING[self.problem.is_time_guessed])
+        return self._climbed(start, self.num_simulations + _MOST_CLIMBING)
 
     @overload
     def _best_of(self, choices: Iterable[Choice], best: Outcome, most: float = ...) -> Outcome: ...
@@ -380,7 +379,7 @@ class _LayoutSearch(Space):
             return outcome
         found = self._other_spares(outcome)
         best = min(found, key=rank)
-        climbed = self._climbed(best, self.num_simulations + _MOST_SIMULATIONS[self.problem.is_time_guessed] // 2)
+        climbed = self._climbed(best, self.num_simulations + _MOST_SIMULATIONS // 2)
         if climbed is not best:
             found = self._other_spares(climbed)
         limit_s = min(o.felt_s for o in found) * (1 + SAME)
