@@ -176,9 +176,8 @@ class HostMemory:
             if is_locked:
                 self._device.lock(tensor)  # nothing, where it is
             return tensor if is_blank or is_overwritten else tensor.zero_()
-        if (self._pieces or self._kept or self._freeing) and available_host_bytes() < bytes_of(
-            [extent]
-        ) + self._least_free_bytes:
+        has_more = self._pieces or self._kept or self._freeing
+        if has_more and available_host_bytes() < bytes_of([extent]) + self._least_free_bytes:
             self.let_go()
         return self._device.host_zeros(numel, dtype, is_locked=is_locked)
 

@@ -1,5 +1,5 @@
-"""Memory that steps under a plan keep, taken when the plan comes into force: that of spare states, which a first
-backward does not use, is made beside it and taken when it ends (1.3 s of Llama-7B's first step with a norm limit)."""
+"""Memory that steps under a plan keep, taken when the plan comes into force. That of spare states, which a first
+backward does not use, is made beside it and taken when it ends: before, memory was 2.9 s of Llama-7B's first step."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class SparedNet(HybridNet):
 
 
 def test_the_first_backward_is_what_spare_states_are_made_beside() -> None:
-    """It has no use for them; waiting for their memory took 1.3 s of a first step."""
+    """It has no use for them, and their memory takes long to make."""
     trainer, model, _ = fit(strategy("auto"), SparedNet, gradient_clip_val=1e3, **BF16)
     count = num_with_master(trainer)
     assert model.seen == [0, *[count] * (len(model.seen) - 1)]
