@@ -35,7 +35,7 @@ class MeteredCpuDevice(CpuDevice):
         self._peak_bytes = 0
         self._sizes: dict[int, int] = {}  # by storage address; 0: released, or not counted
         self._blocks: set[int] = set()  # storage addresses
-        self._of_thread = threading.local()  # memory is made by threads, beside what is counted
+        self._making: set[int] = set()  # threads that make host memory now, beside what is counted
 
     @property
     def is_counting(self) -> bool:
@@ -57,11 +57,11 @@ class MeteredCpuDevice(CpuDevice):
         self.pooled_bytes += nbytes
 
     def host_zeros(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
-        self._of_thread.is_host_memory = True
+        self._making.add(threading.get_ident())
         try:
             return super().host_zeros(numel, dtype)
         finally:
-            self._of_thread.is_host_memory = False
+            self._making.discard(threading.get_ident())
 
     def allocated_bytes(self) -> int:
         return self._live_bytes
@@ -89,7 +89,7 @@ class MeteredCpuDevice(CpuDevice):
         storage = tensor.untyped_storage()
         if storage._cdata in self._sizes:
             return
-        nbytes = 0 if getattr(self._of_thread, "is_host_memory", False) else storage.nbytes()
+        nbytes = 0 if threading.get_ident() in self._making else storage.nbytes()
         self._take(nbytes, 0)
         self._track(storage, nbytes)
 
