@@ -35,7 +35,7 @@ from lightning_elixir.core.device import Device, working_on
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.core.signals import DeferringLock
 from lightning_elixir.core.storages import storage_use_count
-from lightning_elixir.core.worker import Task, Worker
+from lightning_elixir.core.worker import Task, Work, Worker
 
 
 class Extent(NamedTuple):
@@ -239,8 +239,7 @@ class HostMemory:
         Args:
             tensors: Emptied.
         """
-        self._freeing = [task for task in self._freeing if not task.is_over()]
-        self._freeing.append(self._worker.submit(tensors.clear))
+        self._have_freed(self._worker, tensors.clear)
 
     def give_back(self, tensors: list[Tensor]) -> None:
         """As `free`, of memory that is not from here: the user's, in small pages, which the system takes as long to
@@ -249,8 +248,11 @@ class HostMemory:
         Args:
             tensors: Emptied, and made to have no elements.
         """
+        self._have_freed(self._freer, partial(_empty, tensors))
+
+    def _have_freed(self, worker: Worker, work: Work) -> None:
         self._freeing = [task for task in self._freeing if not task.is_over()]
-        self._freeing.append(self._freer.submit(partial(_empty, tensors)))
+        self._freeing.append(worker.submit(work))
 
     def keep(self, tensors: list[Tensor], most_bytes: int) -> None:
         """As `free`, but those that nothing else refers to stay, for the next call for their size, until

@@ -634,12 +634,19 @@ class Reducer:
     def _segments(self, chunk: Chunk) -> Sequence[Segment]:
         return self._groups.segments(chunk.spec)
 
+    def _is_alone_with_states(self, chunk: Chunk) -> bool:
+        """Whether no other rank shares the chunk, and its states are on the device."""
+        return not self._groups.is_shared(chunk.spec) and chunk.spec.optim_tier is Tier.GPU
+
     def _is_kept(self, chunk: Chunk) -> bool:
         """Whether the block of a chunk's next gradients becomes its gradient shard, and none that others wait for. (A
         device that never waits frees blocks at once, and all are alike.)"""
-        is_own = not self._groups.is_shared(chunk.spec) and chunk.spec.optim_tier is Tier.GPU
         is_cast = self._reduce_dtype not in (None, chunk.dtype)
-        return is_own and not (is_cast or self._device.is_synchronous) and self._store[chunk.id].grad is None
+        return (
+            self._is_alone_with_states(chunk)
+            and not (is_cast or self._device.is_synchronous)
+            and self._store[chunk.id].grad is None
+        )
 
     def _new_block(self, chunk: Chunk) -> Tensor:
         """Where a chunk's gradients collect. Only now the compute stream waits until an earlier block is free: compiled
@@ -647,7 +654,7 @@ class Reducer:
         Llama-7B with compiled layers, 8 x 2048: steps waited 0.144 s with five chunks to a layer, 0.088 s with two.)"""
         if not (self._device.is_synchronous or self._is_kept(chunk)):
             self._retire(_MAX_IN_FLIGHT)
-        if not self._groups.is_shared(chunk.spec) and chunk.spec.optim_tier is Tier.GPU:
+        if self._is_alone_with_states(chunk):
             # It becomes the gradient shard, and stays while activations go: it comes from the memory that they leave.
             return torch.empty(chunk.spec.numel, dtype=chunk.dtype, device=self._device.torch_device)
         block = torch.empty(0, dtype=chunk.dtype, device=self._device.torch_device)

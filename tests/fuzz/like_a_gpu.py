@@ -20,6 +20,7 @@ from lightning_elixir.core import device as core_device
 from lightning_elixir.core.device import CpuDevice
 from tests.fuzz.programs import WATCHERS, Program
 from tests.fuzz.run import Outcome, run_program
+from tests.helpers.asynchronous import asynchronous
 
 _SWITCH_S = 1e-5
 _TRANSFER_S = 1e-3
@@ -67,15 +68,9 @@ class _LateEvent:
 
 @contextmanager
 def _late_events() -> Iterator[None]:
-    make = CpuDevice.__init__
-
-    def make_late(self: CpuDevice) -> None:
-        make(self)
-        self.is_synchronous = False
-
     with (
         mock.patch.object(core_device, "_CpuEvent", _LateEvent),
-        mock.patch.object(CpuDevice, "__init__", make_late),
+        asynchronous(),
         mock.patch.object(CpuDevice, "synchronize", _synchronize),
     ):
         yield

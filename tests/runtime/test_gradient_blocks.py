@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from lightning_elixir.core.device import CpuDevice, Event
+from lightning_elixir.core.device import Event
 from lightning_elixir.plan.memory import GRAD_BLOCKS
 from lightning_elixir.plan.types import Plan, Tier
 from lightning_elixir.runtime import reducer
@@ -22,6 +20,7 @@ from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.landing import Landing
 from lightning_elixir.runtime.reducer import Reducer
 from lightning_elixir.wrapper import ElixirModule
+from tests.helpers.asynchronous import asynchronous
 from tests.helpers.plans import make_plan
 
 SIZE = 16
@@ -68,19 +67,6 @@ class LateEvent:
 
     def is_over(self) -> bool:
         return self.event.is_over()
-
-
-@contextmanager
-def asynchronous() -> Iterator[None]:
-    """Devices that are made inside are taken for one that does several things at a time."""
-    make = CpuDevice.__init__
-
-    def make_late(self: CpuDevice) -> None:
-        make(self)
-        self.is_synchronous = False
-
-    with patch.object(CpuDevice, "__init__", make_late):
-        yield
 
 
 def plan_of(model: nn.Module, num_on_device: int) -> Plan:
