@@ -18,13 +18,16 @@ the last comes after it, and what the thread that trains does next comes after t
 With several ranks other threads are refused always, and until one has trained, all but the one that has made the
 engine: what they call takes the other ranks, which are somewhere else. So what they do costs time at most. What is
 plain is not intercepted, for any thread: once another one has been seen, chunks that may go are not made plain any
-more, and the thread that trains passes by the interception with a guard of its own (`Interception._as_plain`).
+more, and the thread that trains passes by the interception with a guard of its own (`Interception._as_plain`). A thread
+that comes for the first time while parameters are plain is not seen, and may read memory as it goes: so one that reads
+before training counts as seen, and users are told to have it do so.
 """
 
 from __future__ import annotations
 
 import enum
 import threading
+import weakref
 from types import TracebackType
 from typing import NoReturn
 
@@ -70,8 +73,9 @@ class Turn:
         self._stream: Stream | None = None  # on which the thread that trains computes
         self._visitor: Stream | None = None  # of an owner that does not train, if it is another one
         self._has_trained = False  # else the trainer is the thread that has made the engine, or none
+        self._early: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # that were served while none trained
         self.was_contended = False
-        """Whether any other thread than the one that trains has asked."""
+        """Whether any other thread than the one that trains has asked, before that one began to train or since."""
 
     def is_mine(self) -> bool:
         """Whether this thread has the engine."""
@@ -152,9 +156,18 @@ class Turn:
         self._uses.append(held)
         if held.is_of_trainer or may_begin:
             self._trainer, self._has_trained = me, True
+            self._meet_early(me)
+        elif self._trainer is None:
+            self._early.add(me)
         if is_first:
             self._line_up(is_guest=self._trainer not in (None, me))
         return True
+
+    def _meet_early(self, me: threading.Thread) -> None:
+        """This thread trains: those that were served before may come back inside a forward. Locked."""
+        while self._early:
+            other = self._early.pop()
+            self.was_contended |= other is not me and other.is_alive()
 
     def _line_up(self, *, is_guest: bool) -> None:
         """The device does what comes now after what came before. Locked."""

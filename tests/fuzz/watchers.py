@@ -30,15 +30,17 @@ class Watcher:
         self._kind = player.program.watcher if player.backend.is_engine else ""
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
+        self._has_read = threading.Event()
         self._wrong = ""
         self.num_served = 0
         self.num_refused = 0
 
     def begin(self) -> None:
-        """Start to read, unless that has begun."""
+        """Start to read, unless that has begun. The first read is before training, as users are told (limits.md)."""
         if self._kind and self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="watcher", daemon=True)
             self._thread.start()
+            self._has_read.wait(LONGEST_READ_S)
 
     def stop(self) -> None:
         """No thread reads any more."""
@@ -79,6 +81,8 @@ class Watcher:
                     continue
                 where = "".join(traceback.format_tb(error.__traceback__))
                 self._wrong = f"{type(error).__name__}: {error}\nin that thread:\n{where}in the one that asks:"
+            finally:
+                self._has_read.set()
 
 
 def _is_of_another_class_now(error: Exception) -> bool:

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import itertools
 import os
+import queue
 import signal
 import sys
 import threading
@@ -533,6 +534,35 @@ def test_inside_forward_another_thread_is_refused_and_told_what_to_do() -> None:
     plain(x).square().mean().backward()
     grads = module.full_grads()
     assert all(torch.equal(grads[name], p.grad) for name, p in plain.named_parameters() if p.grad is not None)
+
+
+def test_a_thread_that_has_read_before_training_is_refused_while_parameters_are_in_use() -> None:
+    """It is known then; before, its next read went to memory that might be gone before the read was over."""
+    model = new_net()
+    module, optimizer = wrap(model)
+    weight, seen = model[0][0].weight, []
+    turns_of_monitor, answers = queue.SimpleQueue[bool](), queue.SimpleQueue[Any]()
+
+    def monitor() -> None:
+        while turns_of_monitor.get():
+            try:
+                answers.put(weight.sum().item())
+            except Exception as error:
+                answers.put(error)
+
+    def read() -> Any:
+        turns_of_monitor.put(True)
+        return answers.get(timeout=60)
+
+    thread = threading.Thread(target=monitor, name="monitor", daemon=True)
+    thread.start()
+    assert read() == new_net()[0][0].weight.sum().item()
+    model[0][0].register_forward_hook(lambda *args: seen.append(read()))
+    optimizer.backward(module(torch.ones(2, WIDTH)).square().mean())
+    turns_of_monitor.put(False)
+    thread.join()
+    assert seen
+    assert all(isinstance(answer, StateError) for answer in seen)
 
 
 def test_one_thread_after_the_other_may_train() -> None:
