@@ -20,7 +20,7 @@ from lightning_elixir._lightning import CPUAccelerator, TorchCheckpointIO
 from lightning_elixir.checkpoint import local_path, replacing_folder, save_together, whole_file
 from lightning_elixir.core.comm import SoloComm
 from lightning_elixir.core.garbage import no_collections
-from lightning_elixir.core.threads import ThreadPlan, thread_plan
+from lightning_elixir.core.threads import ThreadPlan, frequent_switches, thread_plan
 from lightning_elixir.core.threads import apply as apply_threads
 from lightning_elixir.core.together import hear, run_together
 from lightning_elixir.errors import PlanError
@@ -282,6 +282,7 @@ class EngineStrategy(StrategyOptions, ABC):
         return BuildOptions(self._config, plugin.precision, plugin.has_autocast, self.root_device, self.world_size)
 
     @no_collections()
+    @frequent_switches()  # between what fills chunks and the threads that make and free memory
     def _build(
         self,
         module: nn.Module,
