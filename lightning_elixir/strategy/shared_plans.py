@@ -46,6 +46,7 @@ from lightning_elixir.planning import (
     COMMON_SHARE,
     make_plan,
     param_specs,
+    place_to_build,
     step_gpu_bytes,
     timeline_of,
     with_common_activations,
@@ -612,8 +613,13 @@ class Planner:
         """The fastest one if activations take a common share of the device and the optimizer is an Adam of ours. It
         serves to build with, not to train with: what it has on the device need not go through the host's memory first.
         """
-        regime = guessed_regime(self.regime)
-        guessed = self._unforeseen(lambda limits: self._make(model, limits, regime, layout=layout), budget)
+        regime, request = guessed_regime(self.regime), self.config.placement_request()
+
+        def make(limits: Budget) -> Plan:
+            guessed = self._make(model, limits, regime, layout=layout)
+            return place_to_build(guessed, model, request, limits, regime)
+
+        guessed = self._unforeseen(make, budget)
         # Another optimizer may come, which can have no updates streamed.
         return replace(guessed, chunks=tuple(replace(c, is_update_streamed=False) for c in guessed.chunks))
 

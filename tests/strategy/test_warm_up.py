@@ -127,6 +127,23 @@ def test_no_more_host_memory_is_made_ahead_than_the_final_plan_takes(
     assert allowed[0] > taken / 2
 
 
+def test_a_fit_is_built_with_the_first_chunks_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Plan] = []
+    first_plan = Planner.first_plan
+
+    def noted(planner: Planner, *args: Any, **options: Any) -> tuple[Plan, bool]:
+        plan, is_final = first_plan(planner, *args, **options)
+        built.append(plan)
+        return plan, is_final
+
+    monkeypatch.setattr(Planner, "first_plan", noted)
+    plans = _plans(gpu_memory_limit="240KiB", chunk_size="8KiB")
+    near = [c.id for c in built[-1].chunks if c.param_tier is Tier.GPU]
+    assert near == list(range(len(near)))
+    assert 2 <= len(near) < len(built[-1].chunks)
+    assert plans[0].layout_fingerprint() == built[-1].layout_fingerprint()
+
+
 @pytest.mark.full
 def test_accumulation_makes_the_first_step_longer() -> None:
     assert _changes(_plans(UnforeseenNet, gpu_memory_limit="96KiB", accumulate=3))[:1] == [3]

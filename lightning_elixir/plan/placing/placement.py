@@ -70,6 +70,19 @@ RESIDENT = Site(Tier.GPU, Tier.GPU, True)
 OFFLOADED = Site(Tier.CPU, Tier.CPU, False)
 
 
+def first_on_device(chunks: Sequence[ChunkSpec]) -> list[Site]:
+    """Sites for as many bytes of parameters on the device with states for good as there are, but of the first chunks;
+    all others that are trained go to the host. Frozen ones stay where they are."""
+    trained = [c for c in chunks if c.requires_grad]
+    room = sum(c.nbytes for c in trained if c.is_persistent and c.optim_tier is Tier.GPU)
+    sites = sites_of(chunks)
+    for chunk in trained:
+        fits = chunk.nbytes <= room
+        sites[chunk.id] = RESIDENT if fits else OFFLOADED
+        room -= chunk.nbytes if fits else 0
+    return sites
+
+
 def place(layout: Layout, problem: Problem, profile: StepProfile | None = None) -> Plan:
     """Place chunks by a fixed policy, within the budget; for "auto", see `plan/placing/search.py`.
 
