@@ -215,7 +215,9 @@ def place(
     regime = with_optimizer(regime, can_stream=options.optimizer == "hybrid", num_states=num_states)
     with _telling(options, "looking for the fastest placement"), speaking_of_options():
         meshes = meshes_of(mesh or Mesh(options.gpus * options.nodes), options.nodes, options.sharding)
-        plan = best_sharding(lambda mesh: _fit_plan(subject, machine, profile, options, regime, mesh), meshes)
+        plan = best_sharding(
+            lambda mesh: _fit_plan(subject, machine, profile, options, regime, mesh, is_alone=len(meshes) == 1), meshes
+        )
         timeline = timeline_of(plan, profile, machine.hardware, regime)
     num_params = sum(spec.numel for spec in param_specs(subject.model))
     return Found(
@@ -278,9 +280,15 @@ def _fit_plan(
     options: argparse.Namespace,
     regime: TrainingRegime,
     mesh: Mesh,
+    *,
+    is_alone: bool,
 ) -> Plan:
     """The plan that a fit comes to, which cuts the model into chunks before it knows its optimizer and what a step
-    takes, and places them when it does; where that is too late, one to be given to a fit."""
+    takes, and places them when it does; where that is too late, one to be given to a fit.
+
+    Args:
+        is_alone: No other mesh is weighed: a fit looks more closely where one is.
+    """
     precision = ElixirPrecision(options.precision)
     make = partial(
         make_plan,
@@ -297,7 +305,8 @@ def _fit_plan(
     budget, guessed = machine.budget, regime_of(options, precision)
     if options.policy == "auto":
         guessed = guessed_regime(guessed)
-    layout = with_common_activations(lambda limits: cut(budget=limits, regime=guessed), budget)
+    guess = partial(cut, regime=guessed, serves_to_build=is_alone)
+    layout = with_common_activations(lambda limits: guess(budget=limits), budget)
     try:
         return make(budget=budget, regime=regime, profile=profile, layout=layout)
     except CapacityError:

@@ -57,6 +57,9 @@ class Problem:
     hardware: HardwareSpec = field(default_factory=HardwareSpec.nominal)
     is_time_guessed: bool = False
     """The computing was not measured; it is assumed to take as long as fetching."""
+    serves_to_build: bool = False
+    """Nothing is trained under the plan: its chunks are placed anew when a step is known. Placements are compared no
+    further than the choice of a chunk size takes."""
     ignored_bytes: int = 0
     """Device memory of parameters that are in no chunk; part of the budget's `non_model_bytes`."""
     updates: UpdateMode = UpdateMode()

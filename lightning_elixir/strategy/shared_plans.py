@@ -236,7 +236,10 @@ class Planner:
 
         def make(mesh: Mesh) -> Plan:
             guessed = guessed_regime(self.regime)
-            layout = self._unforeseen(lambda limits: self._make(model, limits, guessed, mesh=mesh), budget)
+            layout = self._unforeseen(
+                lambda limits: self._make(model, limits, guessed, mesh=mesh, serves_to_build=profile is not None),
+                budget,
+            )
             return layout if profile is None else self._make(model, budget, regime, layout=layout, profile=profile)
 
         plan = best_sharding(make, meshes_of(mesh, self._num_nodes, self.config.sharding))
@@ -616,7 +619,7 @@ class Planner:
         regime, request = guessed_regime(self.regime), self.config.placement_request()
 
         def make(limits: Budget) -> Plan:
-            guessed = self._make(model, limits, regime, layout=layout)
+            guessed = self._make(model, limits, regime, layout=layout, serves_to_build=True)
             return place_to_build(guessed, model, request, limits, regime)
 
         guessed = self._unforeseen(make, budget)
@@ -689,8 +692,10 @@ class Planner:
         policy: str | None = None,
         profile: StepProfile | MemoryProfile | None = None,
         mesh: Mesh | None = None,
+        serves_to_build: bool = False,
     ) -> Plan:
         request = self.config.placement_request()
+        meshes = [mesh] if mesh else self.config.meshes(self.comm.world_size, self._num_nodes)
 
         def make(mesh: Mesh) -> Plan:
             return make_plan(
@@ -706,11 +711,12 @@ class Planner:
                 profile=profile,
                 hardware=self.figures.best,
                 layout=layout,
+                serves_to_build=serves_to_build and len(meshes) == 1,  # or it decides which ranks share parameters
             )
 
         if layout is not None:  # an engine's ranks stay in their groups
             return with_notes_of(make(layout.mesh), layout)
-        return best_sharding(make, [mesh] if mesh else self.config.meshes(self.comm.world_size, self._num_nodes))
+        return best_sharding(make, meshes)
 
     def kept_fp32(self, model: nn.Module) -> frozenset[str]:
         """Names of the parameters that stay in fp32 where the others are cast to 16 bits. Not collective.

@@ -101,6 +101,8 @@ def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
     if not found:
         raise min((one.refusal() for one in searches), key=distance)
     outcome, one = _of_sizes(found, is_time_guessed=problem.is_time_guessed)
+    if problem.serves_to_build:
+        return one.plan_of(outcome, [])
     outcome = one.refined(outcome)
     if tried and not one.is_least(outcome):
         outcome, one, tried = _with_fates_of_its_own(candidates, (outcome, one, tried), found, make)
@@ -285,7 +287,7 @@ class _LayoutSearch(Space):
             seed: The best choice of another layout, as shares of a thousand, to start from instead of the grid.
         """
         start = self.start(seed)
-        if start is None or start.choice == self.everything:
+        if start is None or start.choice == self.everything or self.problem.serves_to_build:
             return start
         if seed is not None:
             return self.climbed(start)
