@@ -35,7 +35,6 @@ from lightning_elixir._lightning import (
     pl,
 )
 from lightning_elixir.checkpoint import restore_previous
-from lightning_elixir.core.garbage import no_collections
 from lightning_elixir.core.threads import frequent_switches
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError, StateError
@@ -225,7 +224,6 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         return super()._new_device_mesh(mesh)
 
     @override
-    @no_collections()  # one would begin where the engine is built and the warm-up, which puts full ones off, is not
     def setup(self, trainer: Trainer) -> None:
         module = self._module
         is_training = trainer.state.fn == TrainerFn.FITTING
