@@ -45,22 +45,3 @@ def no_collections() -> Iterator[None]:
         yield
     finally:
         _collector.leave()
-
-
-_NEVER = 2**31 - 1
-
-
-class FullCollections:
-    """Python's collections of the oldest generation, put off from now on until `resume`, unless they are asked for
-    (`gc.collect`); the younger generations are collected as before."""
-
-    def __init__(self) -> None:
-        self._before = gc.get_threshold()
-        self._put_off = (*self._before[:2], _NEVER)
-        gc.set_threshold(*self._put_off)
-
-    def resume(self) -> None:
-        """They begin by themselves again; nothing, the second time, or if the program has set thresholds since."""
-        if gc.get_threshold() == self._put_off:
-            gc.set_threshold(*self._before)
-        self._before = self._put_off

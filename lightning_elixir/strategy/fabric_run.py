@@ -247,7 +247,5 @@ class FabricRun:
 
     def close(self) -> None:
         """Free what the engine holds."""
-        if self._warm_up is not None:
-            self._warm_up.close()
         self.forget()
         self.engine.close()

@@ -266,7 +266,6 @@ class FitRun:
 
     def close(self) -> None:
         """The fit is over, well or not: its plan goes on to say what it says now."""
-        self.warm_up.close()
         if not self._handle.engine.is_closed:
             self._handle.leave(self.plan)
 

@@ -25,12 +25,11 @@ import enum
 import gc
 import logging
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_elixir.core.compiled_modules import num_compiled_graphs
-from lightning_elixir.core.garbage import FullCollections, no_collections
+from lightning_elixir.core.garbage import no_collections
 from lightning_elixir.errors import StateError
 from lightning_elixir.memory_limits import keep_within
 from lightning_elixir.optim.execution import UpdateTimes
@@ -64,9 +63,6 @@ _AS_FORESEEN_WITHIN = 0.03
 # Of what a step takes, to be left free beside it after memory has run out for the first time.
 _MORE_AFTER_SHORTAGE = 0.1
 _LINES_LOGGED = 5
-# Before the first step a full garbage collection begins by itself (0.6 to 0.9 s with transformers imported: seen), and
-# another one ends the warm-up: so the first is put off until then, or for so many batches.
-_MOST_BATCHES_WITHOUT = 16
 # Devices whose steps take so long that a garbage collection in one of them does not matter.
 _UNHURRIED = ("cpu",)
 _WAITING = "the norm: gradients are clipped, or overflow, so often that updates wait for all of them"
@@ -136,11 +132,7 @@ class WarmUp:
         self.profile: StepProfile | None = None
         """What a step under the plan in force does, as far as it is known."""
         self.stage = Stage.NEW
-        self._num_batches = 0
-        self._full_collections = FullCollections()
-        weakref.finalize(self, self._full_collections.resume)
         if handle.is_warm:
-            self._full_collections.resume()
             self.stage = Stage.SETTLING if handle.is_refinable or is_profile_wanted else Stage.DONE
             if not handle.num_steps:
                 self._engine.take_forecast(self._dated(self._engine.plan))
@@ -177,10 +169,6 @@ class WarmUp:
             self._look = None
             self._watch()
 
-    def close(self) -> None:
-        """The fit is over, well or not. Not collective."""
-        self._full_collections.resume()
-
     def timeline(self, plan: Plan, *, is_waiting: bool, is_detailed: bool = False) -> Timeline | None:
         """The predicted step of the plan in force; None: nothing is known to predict it by. Not collective.
 
@@ -211,9 +199,6 @@ class WarmUp:
         Args:
             dry_run: Of the training step with this batch.
         """
-        self._num_batches += 1
-        if self._num_batches > _MOST_BATCHES_WITHOUT:
-            self._full_collections.resume()
         if self.stage is Stage.DONE:
             self._look_again()
             self._follow_growth(dry_run)
@@ -250,8 +235,6 @@ class WarmUp:
         self.stage, self._num_steps, self._num_graphs = stage, 0, num_compiled_graphs()
         self._look = SteadyLook(self._update_times) if stage is Stage.DONE and self.profile is not None else None
         self._is_look_due = False
-        if stage is Stage.DONE:
-            self._full_collections.resume()
         if stage is Stage.DONE and self._engine.device.torch_device.type not in _UNHURRIED:
             gc.collect()
         self._watch()

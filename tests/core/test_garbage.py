@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 
-from lightning_elixir.core.garbage import FullCollections, no_collections
+from lightning_elixir.core.garbage import no_collections
 
 
 def test_none_begins_inside_and_they_go_on_afterwards() -> None:
@@ -58,44 +56,3 @@ def test_threads_that_leave_in_another_order() -> None:
     may_leave.set()
     thread.join()
     assert gc.isenabled()
-
-
-def _generations_collected(resume: Callable[[], None] = lambda: None) -> set[int]:
-    """While many objects are made that stay, all of which an earlier full collection has not seen."""
-    found: set[int] = set()
-    note = lambda phase, info: found.add(info["generation"])  # noqa: E731
-    gc.collect()
-    kept: list[list[int]] = []
-    gc.callbacks.append(note)
-    try:
-        kept += [[] for _ in range(3_000_000)]
-        resume()
-        kept += [[] for _ in range(1_000_000)]
-    finally:
-        gc.callbacks.remove(note)
-    return found
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="its collector has no oldest generation")
-def test_full_collections_are_put_off_and_others_are_not() -> None:
-    assert _generations_collected() == {0, 1, 2}
-    put_off = FullCollections()
-    try:
-        assert _generations_collected() == {0, 1}
-        assert _generations_collected(put_off.resume) == {0, 1, 2}
-    finally:
-        put_off.resume()
-
-
-def test_thresholds_are_as_before_whichever_of_two_ends_first_or_as_the_program_has_set_them_since() -> None:
-    before = gc.get_threshold()
-    for order in ((0, 1), (1, 0), (0, 1, 0)):
-        both = FullCollections(), FullCollections()
-        for number in order:
-            both[number].resume()
-        assert gc.get_threshold() == before
-    one = FullCollections()
-    gc.set_threshold(500, 7, 9)
-    one.resume()
-    assert gc.get_threshold() == (500, 7, 9)
-    gc.set_threshold(*before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import re
 from collections.abc import Callable
@@ -143,29 +142,6 @@ def test_a_fit_is_built_with_the_first_chunks_on_the_device(monkeypatch: pytest.
     assert near == list(range(len(near)))
     assert 2 <= len(near) < len(built[-1].chunks)
     assert plans[0].layout_fingerprint() == built[-1].layout_fingerprint()
-
-
-class CollectedNet(Net):
-    """Keeps how often full collections may begin, by training step; may raise in one."""
-
-    raises_in: int | None = None
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.thresholds = [*getattr(self, "thresholds", []), gc.get_threshold()[2]]
-        if batch_idx == self.raises_in:
-            raise ValueError("in a step")
-        return super().training_step(batch, batch_idx)
-
-
-def test_full_garbage_collections_wait_for_the_end_of_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = gc.get_threshold()
-    _, module, _ = fit(ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK), CollectedNet, train=lambda: make_data(64))
-    assert module.thresholds[:2] == [2**31 - 1] * 2
-    assert module.thresholds[-1] == before[2] == gc.get_threshold()[2]
-    monkeypatch.setattr(CollectedNet, "raises_in", 1)
-    with pytest.raises(ValueError, match="in a step"):
-        fit(ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK), CollectedNet)
-    assert gc.get_threshold() == before
 
 
 @pytest.mark.full
