@@ -218,13 +218,13 @@ def place_to_build(
     to 1.7 s for that: seen).
 
     Args:
-        guessed: It stays as it is where the host is short of memory, or everything is on the device.
+        guessed: It stays as it is where the host is short of memory, or the user has fixed the placement.
         model: Its parameters are in no chunks yet, or they are: for the order of its modules.
         request: Policy and options.
         budget: What the plan was made for.
         regime: What training is like.
     """
-    if guessed.grad_reuses_compute_shard or any(uses_nvme(c) for c in guessed.chunks):
+    if request.policy != "auto" or guessed.grad_reuses_compute_shard or any(map(uses_nvme, guessed.chunks)):
         return guessed
     accesses = module_accesses(model, recomputed_layers(model, guessed.activations))
     nbytes = ignored_bytes(guessed.ignored, scheme_of(guessed, regime))

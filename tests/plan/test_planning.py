@@ -357,6 +357,13 @@ def test_a_model_is_built_with_as_much_on_the_device_as_was_guessed_of_the_first
     assert int(built.notes["gpu_bytes"]) <= 4 * MIB
 
 
+def test_a_placement_that_the_user_has_fixed_is_built_as_it_is() -> None:
+    """It is there when a step is known: whatever was elsewhere would have to come back."""
+    model, guessed = encoder(), _guessed(encoder())
+    request = PlacementRequest("const", offload_optim_frac=0.5, offload_param_frac=0.25)
+    assert planning.place_to_build(guessed, model, request, Budget(4 * MIB), TrainingRegime()) == guessed
+
+
 def test_what_the_host_has_no_room_for_stays_where_it_was_guessed() -> None:
     model, request, regime = encoder(), PlacementRequest("auto"), TrainingRegime()
     guessed = _guessed(model)
