@@ -165,9 +165,10 @@ class Turn:
 
     def _meet_early(self, me: threading.Thread) -> None:
         """This thread trains: those that were served before may come back inside a forward. Locked."""
-        while self._early:
-            other = self._early.pop()
-            self.was_contended |= other is not me and other.is_alive()
+        if self._early:
+            others = list(self._early)  # not one by one: the last may go between a look and `pop`
+            self._early.clear()
+            self.was_contended |= any(other is not me and other.is_alive() for other in others)
 
     def _line_up(self, *, is_guest: bool) -> None:
         """The device does what comes now after what came before. Locked."""
