@@ -234,15 +234,17 @@ class Planner:
         if profile is not None and not self._counts_activations:
             profile = profile.with_bytes(lambda nbytes: 0)
 
+        meshes = meshes_of(mesh, self._num_nodes, self.config.sharding)
+        is_quick = profile is not None and len(meshes) == 1  # as in a fit: see `_make`
+
         def make(mesh: Mesh) -> Plan:
             guessed = guessed_regime(self.regime)
             layout = self._unforeseen(
-                lambda limits: self._make(model, limits, guessed, mesh=mesh, serves_to_build=profile is not None),
-                budget,
+                lambda limits: self._make(model, limits, guessed, mesh=mesh, serves_to_build=is_quick), budget
             )
             return layout if profile is None else self._make(model, budget, regime, layout=layout, profile=profile)
 
-        plan = best_sharding(make, meshes_of(mesh, self._num_nodes, self.config.sharding))
+        plan = best_sharding(make, meshes)
         if profile is None:
             return plan, None
         return plan, timeline_of(plan, profile, self.figures.best, regime, is_detailed=False).times.total_s
