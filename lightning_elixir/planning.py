@@ -218,7 +218,7 @@ def place_to_build(
 
     Args:
         guessed: It stays as it is where the host is short of memory, or the user has fixed the placement.
-        model: Its parameters are in no chunks yet, or they are: for the order of its modules.
+        model: For the order of its modules; its parameters may be in chunks already.
         request: Policy and options.
         budget: What the plan was made for.
         regime: What training is like.
