@@ -324,9 +324,9 @@ def test_a_host_with_room_for_spare_states(policy: str) -> None:
 # To build with
 
 
-def _guessed(model: nn.Module, **options: Any) -> Plan:
+def _guessed(model: nn.Module) -> Plan:
     """Every third chunk on the device, and the parameters of every third one; frozen ones as they are."""
-    plan = make_plan(model, placement_policy="cpu", chunk_size=60 * KIB, compute_dtype=torch.bfloat16, **options)
+    plan = make_plan(model, placement_policy="cpu", chunk_size=60 * KIB, compute_dtype=torch.bfloat16)
     sites = ((Tier.GPU, Tier.CPU, True), (Tier.CPU, Tier.CPU, False), (Tier.GPU, Tier.GPU, True))
     chunks = [
         replace(c, param_tier=site[0], optim_tier=site[1], is_persistent=site[2]) if c.requires_grad else c

@@ -77,9 +77,10 @@ def first_on_device(chunks: Sequence[ChunkSpec]) -> list[Site]:
     room = sum(c.nbytes for c in trained if c.is_persistent and c.optim_tier is Tier.GPU)
     sites = sites_of(chunks)
     for chunk in trained:
-        fits = chunk.nbytes <= room
-        sites[chunk.id] = RESIDENT if fits else OFFLOADED
-        room -= chunk.nbytes if fits else 0
+        sites[chunk.id] = OFFLOADED
+        if chunk.nbytes <= room:
+            sites[chunk.id] = RESIDENT
+            room -= chunk.nbytes
     return sites
 
 
