@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -34,7 +35,7 @@ class Backwards:
         self._phases = engine.phases
         self._is_bare = False  # begun by autograd, which does not tell of errors
         self._has_users_hooks = False
-        self._inner: int | None = None  # autograd's number of the user's own backward inside a forward
+        self._inner: weakref.ref[_Inner] | None = None  # the user's own backward inside a forward
         self.take: Callable[[int, int, nn.Parameter], object] = self._take
         """Called, with signals deferred, with the chunk id, the member index and the parameter at which autograd has
         put a gradient down: in a backward that is not timed, the reducer's `collect`."""
@@ -91,15 +92,16 @@ class Backwards:
         engine.reducer.withdraw()  # with gradients that more are added to
         self._check_late({*engine.reducer.begun_now()})
 
-    def _note_inner(self) -> None:
+    def _note_inner(self, parameter: nn.Parameter) -> None:
         """A bare `loss.backward()` inside a forward (a training step that attacks its own model, say) has put a
         gradient down: what such a backward gives is reduced when it ends, as that of any other is."""
-        number = torch._C._current_graph_task_id()
-        if self._inner == number:
+        if self._inner is not None and self._inner() is not None:  # it runs, or reentrant checkpointing inside it
             return
+        self.leave_inner(parameter)
         self._prepare_gradients()
-        self._inner, self._engine.reducer.is_inside_forward = number, True
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_inner)
+        inner = _Inner(self._end_inner)
+        self._inner, self._engine.reducer.is_inside_forward = weakref.ref(inner), True
+        torch.autograd.Variable._execution_engine.queue_callback(inner)
 
     def _end_inner(self) -> None:
         """It has returned. Collective."""
@@ -108,11 +110,16 @@ class Backwards:
                 self._reduce_rest()
             self._inner, self._engine.reducer.is_inside_forward = None, False
 
-    def leave_inner(self) -> None:
-        """The forward ends. A backward inside it that has raised, of which autograd does not tell, gives nothing."""
+    def leave_inner(self, reached: nn.Parameter | None = None) -> None:
+        """The forward ends, or another backward begins inside it. One that has raised, of which autograd does not tell,
+        gives nothing.
+
+        Args:
+            reached: At which the other one has put a gradient down.
+        """
         if self._inner is not None:
             self._inner, self._engine.reducer.is_inside_forward = None, False
-            self._engine.reducer.abandon()
+            self._engine.reducer.abandon(reached)
 
     def end(self) -> None:
         """The outermost backward has returned: reduce what is left. Collective."""
@@ -224,7 +231,7 @@ class Backwards:
             if self._phases.current is Phase.IDLE:  # a graph that does not pass through a watched output
                 self.note_outermost(parameter)
             elif self._phases.current is Phase.FORWARD:
-                self._note_inner()
+                self._note_inner(parameter)
         sampler, reducer = self._engine.iterations.sampler, self._engine.reducer
         if not sampler.is_on:
             reducer.collect(chunk_id, index, parameter)
@@ -235,6 +242,21 @@ class Backwards:
         if reducer.collect(chunk_id, index, parameter):
             sampler.grads_complete((chunk_id,))
         sampler.after_collect()
+
+
+class _Inner:
+    """What autograd calls when a backward inside a forward has returned. Autograd alone keeps it, for as long as that
+    backward runs: one that raises takes it along.
+
+    Args:
+        end: Called then.
+    """
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end()
 
 
 def _split(row: Sequence[int]) -> list[Sequence[int]]:

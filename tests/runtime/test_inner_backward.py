@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_elixir._lightning import LightningModule, Trainer
@@ -31,21 +32,27 @@ class Attacked(nn.Module):
         self.layers[5].weight = self.layers[0].weight
         self.raises_at = -1
         self.calls = 0
+        self.is_tried_again = False  # where it has raised
+        self.num_checkpointed = 0  # of the layers of the inner backward, every other one
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
+        try:
+            return self.through(x + 0.1 * self.attack(x, is_stumbling=self.raises_at == self.calls))
+        except ZeroDivisionError:
+            return self.through(x + 0.1 * self.attack(x) if self.is_tried_again else x)
+
+    def attack(self, x: Tensor, is_stumbling: bool = False) -> Tensor:
         attacked = x.clone().requires_grad_()
         y = attacked
-        for layer in self.layers[:4]:
-            y = torch.tanh(layer(y))
-        if self.raises_at == self.calls:
-            y.register_hook(_stumble)
-        try:
-            y.square().mean().backward()
-        except ZeroDivisionError:
-            return self.through(x)
+        for i, layer in enumerate(self.layers[:4]):
+            if i == 1 and is_stumbling:
+                y.register_hook(_stumble)
+            is_checkpointed = i % 2 == 1 and i < 2 * self.num_checkpointed
+            y = checkpoint(_Tanh(layer), y, use_reentrant=True) if is_checkpointed else torch.tanh(layer(y))
+        y.square().mean().backward()
         assert attacked.grad is not None
-        return self.through(x + 0.1 * attacked.grad.sign())
+        return attacked.grad.sign()
 
     def through(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -53,23 +60,36 @@ class Attacked(nn.Module):
         return x
 
 
+class _Tanh(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
 def _stumble(grad: Tensor) -> Tensor:
     raise ZeroDivisionError
 
 
-def _train(clears: bool, timing: UpdateTiming, raises_at: int = -1) -> tuple[list[Any], list[Any]]:
+def _train(
+    clears: bool, timing: UpdateTiming, raises_at: int = -1, is_tried_again: bool = False
+) -> tuple[list[Any], list[Any]]:
     """What is seen with plain PyTorch, and with the engine.
 
     Args:
         clears: Whether the inner backward's gradients are dropped, as Lightning does.
         timing: Of the updates.
         raises_at: The forward whose inner backward raises.
+        is_tried_again: Whether that forward runs another one then.
     """
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     plain = Attacked()
     model = copy.deepcopy(plain)
     plain.raises_at = model.raises_at = raises_at
+    plain.is_tried_again = model.is_tried_again = is_tried_again
     plan = make_plan(
         model, placement_policy="cpu", chunk_size=4500, world_size=world_size, can_stream=True, update_timing=timing
     )
@@ -110,8 +130,40 @@ def test_its_gradients_count_until_they_are_dropped(clears: bool, timing: Update
     _assert_same(_train(clears, timing))
 
 
-def test_one_that_raises_gives_nothing() -> None:
-    _assert_same(_train(True, UpdateTiming.BEHIND_FORWARD, raises_at=3))
+@pytest.mark.parametrize("is_tried_again", [False, True])
+def test_one_that_raises_gives_nothing(is_tried_again: bool) -> None:
+    _assert_same(_train(True, UpdateTiming.BEHIND_FORWARD, raises_at=3, is_tried_again=is_tried_again))
+
+
+def test_only_what_comes_after_one_that_raises_counts() -> None:
+    """In plain PyTorch, so does what had come before it raised."""
+    tried, plain = Attacked(), Attacked()
+    tried.raises_at, tried.is_tried_again = 1, True
+    module = ElixirModule(tried, make_plan(tried, placement_policy="cpu", chunk_size=4500), device="cpu")
+    optimizer = ElixirOptimizer(module, HybridAdam(tried.parameters()))
+    x = torch.randn(4, WIDTH)
+    optimizer.backward(module(x).sum())
+    plain(x).sum().backward()
+    assert all(torch.equal(ours.grad, p.grad) for ours, p in zip(tried.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("num_checkpointed", [1, 2])
+def test_gradients_that_are_kept_show_it_where_checkpointing_is_reentrant(num_checkpointed: int) -> None:
+    """Which runs backwards inside the inner one: that goes on afterwards."""
+    plain = Attacked()
+    plain.num_checkpointed = num_checkpointed
+    model = copy.deepcopy(plain)
+    module = ElixirModule(model, make_plan(model, placement_policy="cpu", chunk_size=4500), device="cpu")
+    optimizer = ElixirOptimizer(module, HybridAdam(model.parameters()))
+    kept: list[Tensor | None] = []
+    for micro_batch in range(3):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(micro_batch))
+        optimizer.backward(module(x).sum())
+        plain(x).sum().backward()
+        kept = kept or [p.grad for p in model.parameters()]
+        for ours, p in zip(kept, plain.parameters(), strict=True):
+            assert ours is not None
+            assert torch.equal(ours, p.grad)
 
 
 def test_on_two_ranks() -> None:
