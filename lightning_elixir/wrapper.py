@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_elixir.core.comm import make_comm
 from lightning_elixir.core.device import make_device
+from lightning_elixir.core.frames import with_room
 from lightning_elixir.core.module_hooks import without_hooks
 from lightning_elixir.core.option_names import checks_option_names
 from lightning_elixir.errors import PlanError, StateError
@@ -154,6 +155,7 @@ class ElixirModule(nn.Module):
     def is_closed(self) -> bool:
         return self.engine.is_closed
 
+    @with_room
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped model's forward."""
         if self._casts_inputs:

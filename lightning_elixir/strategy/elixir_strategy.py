@@ -35,6 +35,7 @@ from lightning_elixir._lightning import (
     pl,
 )
 from lightning_elixir.checkpoint import restore_previous
+from lightning_elixir.core.frames import with_room
 from lightning_elixir.core.threads import frequent_switches
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError, StateError
@@ -392,7 +393,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
             return forward(*args, **kwargs) if run is None else run.training_step(forward, args, kwargs)
         # Backward and step happen inside, so the step is no one forward of the engine: each module that it calls is.
         with self.precision_plugin.train_step_context(), self._engine.engine.telling():
-            output = module.training_step(*args, **kwargs)
+            output = with_room(module.training_step)(*args, **kwargs)
         if run is not None:
             run.end_step()
         return output
@@ -447,6 +448,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         return result
 
     @override
+    @with_room  # forward and backward are inside
     def optimizer_step(
         self,
         optimizer: Optimizer,

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_elixir._lightning import CPUAccelerator, TorchCheckpointIO
 from lightning_elixir.checkpoint import local_path, replacing_folder, save_together, whole_file
 from lightning_elixir.core.comm import SoloComm
+from lightning_elixir.core.frames import with_room
 from lightning_elixir.core.garbage import no_collections
 from lightning_elixir.core.threads import ThreadPlan, frequent_switches, thread_plan
 from lightning_elixir.core.threads import apply as apply_threads
@@ -210,6 +211,7 @@ class EngineStrategy(StrategyOptions, ABC):
 
     # Building
 
+    @with_room
     def _settle_sizes(
         self,
         module: nn.Module,
@@ -281,6 +283,7 @@ class EngineStrategy(StrategyOptions, ABC):
         plugin = self._plugin
         return BuildOptions(self._config, plugin.precision, plugin.has_autocast, self.root_device, self.world_size)
 
+    @with_room
     @no_collections()
     @frequent_switches()  # between what fills chunks and the threads that make and free memory
     def _build(

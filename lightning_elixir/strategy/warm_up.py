@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_elixir.core.compiled_modules import num_compiled_graphs
+from lightning_elixir.core.frames import with_room
 from lightning_elixir.core.garbage import no_collections
 from lightning_elixir.errors import StateError
 from lightning_elixir.memory_limits import keep_within
@@ -193,6 +194,7 @@ class WarmUp:
         expected = replace(plan.forecast, times=timeline.times, binding=_WAITING, alternatives=(), weighed_s=None)
         return replace(plan, forecast=expected)
 
+    @with_room
     def before_batch(self, dry_run: DryRun) -> None:
         """A batch begins: the first plan, or one for steps that have grown. Collective until the warm-up is done.
 
