@@ -119,7 +119,7 @@ class Backwards:
         """
         if self._inner is not None:
             self._inner, self._engine.reducer.is_inside_forward = None, False
-            self._engine.reducer.abandon(reached)
+            self._drop(reached)
 
     def end(self) -> None:
         """The outermost backward has returned: reduce what is left. Collective."""
@@ -179,14 +179,18 @@ class Backwards:
         engine.forwards.clear_frames()
         self._release_pins()
         try:
-            engine.reducer.abandon()
-            if engine.has_lost_gradients:
-                engine.gradients.retire()
+            self._drop()
             engine.iterations.abandon()
         except Exception:
             self._phases.leave()
             raise
         self._phases.leave()  # last: after a second Ctrl-C, what comes next does all of this again
+
+    def _drop(self, reached: nn.Parameter | None = None) -> None:
+        """What the backward that has raised has given; see `abort`. As `Reducer.abandon`."""
+        self._engine.reducer.abandon(reached)
+        if self._engine.has_lost_gradients:
+            self._engine.gradients.retire()
 
     @property
     def is_stale(self) -> bool:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_elixir._lightning import LightningModule, Trainer
+from lightning_elixir.errors import StateError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.strategy import ElixirStrategy
@@ -145,6 +146,22 @@ def test_only_what_comes_after_one_that_raises_counts() -> None:
     optimizer.backward(module(x).sum())
     plain(x).sum().backward()
     assert all(torch.equal(ours.grad, p.grad) for ours, p in zip(tried.parameters(), plain.parameters(), strict=True))
+
+
+def test_one_that_raises_takes_earlier_gradients_along_also_where_they_are_held() -> None:
+    """What it was mixed with is lost, so the held ones are no gradients any more, and no step may follow."""
+    tried = Attacked()
+    tried.raises_at = 2
+    module = ElixirModule(tried, make_plan(tried, placement_policy="cpu", chunk_size=4500), device="cpu")
+    optimizer = ElixirOptimizer(module, HybridAdam(tried.parameters()))
+    x = torch.randn(4, WIDTH)
+    optimizer.backward(module(x).sum())
+    held = [p.grad for p in tried.parameters()]
+    assert all(grad is not None for grad in held)
+    module(x)
+    assert all(p.grad is None for p in tried.parameters())
+    with pytest.raises(StateError, match="zero_grad"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("num_checkpointed", [1, 2])
