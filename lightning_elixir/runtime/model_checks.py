@@ -69,6 +69,6 @@ def check_names(plan: Plan, named: Mapping[str, nn.Parameter], prefix: Prefix | 
             under, instead = "", "make a new plan"
             if prefix is not None and prefix.path:
                 under = f"{prefix}, "
-                if not prefix.is_taken_off:
+                if names is extra and not prefix.is_taken_off:  # else it is of another model than that part
                     instead += f", of all that is trained and not of `{prefix.path}` alone: `--module` takes a module"
-            raise PlanError(f"the plan was made for another model: {under}it has {what} {shown}; {instead}")
+            raise PlanError(f"the plan was made for another model: {under}it has {what}: {shown}; {instead}")

@@ -218,8 +218,9 @@ class UpdateScheduler:
 
     @property
     def is_paused(self) -> bool:
-        """Whether updates that could begin into spare states wait for the step, since too many were for nothing."""
-        return not self._speculation.is_allowed
+        """Whether updates that the plan has begin into spare states wait for the step, since too many were for
+        nothing."""
+        return self._engine.plan.has_spare_states and not self._speculation.is_allowed
 
     @property
     def num_ahead(self) -> int:

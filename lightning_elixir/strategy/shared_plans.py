@@ -570,12 +570,12 @@ class Planner:
             plan = self._least_plan(now, profile, error)
             over_chunks = self.over_chunks(profile, plan) if isinstance(profile, MemoryProfile) else profile
             log.warning(
-                "going on with the smallest plan there is%s: %s%s",
+                "going on with the smallest plan there is of these chunks%s: %s%s",
                 self._excess(plan, budget, over_chunks, regime),
                 error,
                 self._advice(plan) if error.resource == "GPU" else "",
             )
-            binding = "what a step takes beside the chunks: this is the smallest plan there is"
+            binding = "what a step takes beside the chunks: this is the smallest plan there is of these"
             return with_forecast(plan, over_chunks, self.figures.best, regime, budget, binding=binding)
 
     def _least_plan(self, now: Replanning, profile: StepProfile | MemoryProfile, refusal: CapacityError) -> Plan:
@@ -606,7 +606,7 @@ class Planner:
         if self.config.chunk_size is None:
             advice = (
                 f" That is with chunks as they are (chunk_size={size}, {format_bytes(size)}): under a higher limit"
-                " larger ones may be chosen, which take more."
+                " larger ones may be chosen, which take more, and smaller ones (a lower chunk_size) may take less."
             )
         if self.config.may_fuse and self._counts_activations:
             advice += (

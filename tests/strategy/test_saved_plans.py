@@ -15,6 +15,8 @@ from lightning_elixir._lightning import Fabric, LightningModule, pl
 from lightning_elixir.cli import main
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.io import load_plan
+from lightning_elixir.plan.prefixes import Prefix
+from lightning_elixir.runtime.model_checks import check_names
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import assert_same_state, make_optimizer, make_trainer
@@ -101,9 +103,14 @@ def test_a_fit_obeys_the_plan_of_the_command(plan_file: Path) -> None:
 def test_what_is_trained_beside_the_part_is_named(plan_file: Path) -> None:
     with pytest.raises(
         PlanError,
-        match=r"with 'model\.' before its names, it has no place for parameters head\.weight, head\.bias; .*`--module`",
+        match=r"with 'model\.' before its names, it has no place for parameters: head\.weight, head\.bias;.*`--module`",
     ):
         _fit(ElixirStrategy(plan=plan_file), TokenNet(has_more=True))
+
+
+def test_a_plan_of_a_larger_model_is_of_no_part_of_this_one(plan_file: Path) -> None:
+    with pytest.raises(PlanError, match="has parameters that the model lacks: .*; make a new plan$"):
+        check_names(load_plan(plan_file), {}, Prefix("model"))
 
 
 @pytest.mark.full

@@ -246,6 +246,16 @@ def test_an_error_between_backward_and_step_leaves_what_can_be_saved(tmp_path: A
     assert [k for k, v in expected.state.items() if not torch.equal(saved[k], v)] == []
 
 
+def test_updates_that_never_begin_before_the_step_are_said_to_run_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Though every step is clipped."""
+    caplog.set_level("INFO", "lightning_elixir")
+    strategy = ElixirStrategy(gpu_memory_limit="96KiB", update_timing="behind_forward")
+    fit(strategy, HybridNet, gradient_clip_val=1e-3, train=lambda: make_data(32), **BF16)
+    assert not strategy.plan.has_spare_states
+    assert "the plan from now on" in caplog.text
+    assert "updates twice" not in caplog.text
+
+
 @pytest.mark.full
 def test_the_forecast_tells_of_steps_that_wait_for_the_norm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As long as they do."""

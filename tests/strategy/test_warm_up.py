@@ -377,7 +377,9 @@ def test_the_smallest_plan_is_left_where_steps_take_less_than_was_foreseen(
     _, _, actual = fit(ElixirStrategy(gpu_memory_limit="512KiB", **CHUNK), callbacks=[callback])
     assert_same_run(actual, expected)
     plans = callback.plans
-    (told,) = re.findall(r"smallest plan there is, which will exceed the 512\.0 KiB of .* by ([^:]*):", caplog.text)
+    (told,) = re.findall(
+        r"smallest plan there is of these chunks, which will exceed the 512\.0 KiB of .* by ([^:]*):", caplog.text
+    )
     assert f"there are 512.0 KiB. What would fit: {told} more" in caplog.text
     assert plans[0].forecast is not None
     assert plans[0].forecast.peak_gpu_bytes > 2**19

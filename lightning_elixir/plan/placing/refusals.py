@@ -132,7 +132,8 @@ def _nvme_cure(chunks: Sequence[ChunkSpec], placer: Placer) -> str | None:
         moved = spilling.states_and_params(in_host_memory(chunks), limit, sys.maxsize)
         if moved is None:
             least = format_bytes(use.host_bytes, is_rounded_up=True)
-            return f"{least} on the host beside a disk (nvme_offload_dir; {STREAMABLE})" if use.nvme_bytes else None
+            is_cure = use.nvme_bytes and not placer.budget.nvme_bytes  # with the disk, the host lacks that in any case
+            return f"{least} on the host beside a disk (nvme_offload_dir; {STREAMABLE})" if is_cure else None
         use, whose = memory_use(moved, 0, scheme), "optimizer states and parameters"
     nbytes = format_bytes(use.nvme_bytes, is_rounded_up=True)
     return f"{nbytes} of NVMe for each rank's {whose} (nvme_offload_dir; {STREAMABLE})"

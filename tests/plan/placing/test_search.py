@@ -833,8 +833,9 @@ def test_advice_on_the_host_begins_with_what_is_nearest() -> None:
         words: DeviceWords = limited,
         gpu: int = 12 * KIB,
         reserve: int = 0,
+        nvme: int = 0,
     ) -> str:
-        budget = Budget(gpu + regime.whole_update_bytes, cpu, words=words, reserve_bytes=reserve)
+        budget = Budget(gpu + regime.whole_update_bytes, cpu, nvme_bytes=nvme, words=words, reserve_bytes=reserve)
         with pytest.raises(CapacityError) as caught:
             search([candidate], Problem(asked(accesses=accesses), budget, 1, regime, DISK))
         return str(caught.value)
@@ -858,6 +859,7 @@ def test_advice_on_the_host_begins_with_what_is_nearest() -> None:
     budget = Budget(12 * KIB, 90 * KIB, nvme_bytes=int(in_bytes(match[1])))
     assert search([candidate], Problem(asked(accesses=accesses), budget, 1, MIXED, DISK)).notes["nvme_bytes"]
     assert re.search(r"[\d.]+ KiB on the host beside a disk \(nvme_offload_dir", refusal(10 * KIB))
+    assert "beside a disk" not in refusal(10 * KIB, nvme=2**30)  # it is there
     assert not re.search("precision|LoRA", refusal(10 * KIB))  # nor would these do
     assert "there are 124.0 KiB. What" in refusal(124 * KIB)
     kept = ", and 7.0 KiB kept back for processes, their data and loaders. What"
