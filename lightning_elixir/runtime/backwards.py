@@ -92,34 +92,36 @@ class Backwards:
         engine.reducer.withdraw()  # with gradients that more are added to
         self._check_late({*engine.reducer.begun_now()})
 
-    def _note_inner(self, parameter: nn.Parameter) -> None:
+    def _note_inner(self) -> None:
         """A bare `loss.backward()` inside a forward (a training step that attacks its own model, say) has put a
-        gradient down: what such a backward gives is reduced when it ends, as that of any other is."""
-        if self._inner is not None and self._inner() is not None:  # it runs, or reentrant checkpointing inside it
+        gradient down: what such a backward gives is reduced when it ends, as that of any other is. Where one has raised
+        before it, what that gave counts as well, as in plain PyTorch: to the reducer this one goes on with it."""
+        if self._inner is None:
+            self._prepare_gradients()
+        elif self._inner() is not None:  # it runs, or reentrant checkpointing inside it
             return
-        self.leave_inner(parameter)
-        self._prepare_gradients()
         inner = _Inner(self._end_inner)
         self._inner, self._engine.reducer.is_inside_forward = weakref.ref(inner), True
         torch.autograd.Variable._execution_engine.queue_callback(inner)
 
     def _end_inner(self) -> None:
         """It has returned. Collective."""
-        if self._inner is not None:
+        if self._inner is None:
+            return
+        try:
             with self._engine.telling():
                 self._reduce_rest()
-            self._inner, self._engine.reducer.is_inside_forward = None, False
+        except BaseException:
+            self.leave_inner()
+            raise
+        self._inner, self._engine.reducer.is_inside_forward = None, False
 
-    def leave_inner(self, reached: nn.Parameter | None = None) -> None:
-        """The forward ends, or another backward begins inside it. One that has raised, of which autograd does not tell,
-        gives nothing.
-
-        Args:
-            reached: At which the other one has put a gradient down.
-        """
+    def leave_inner(self) -> None:
+        """The forward ends. A backward inside it that has raised, of which autograd does not tell, gives nothing, if no
+        other has followed, but for what backwards of reentrant checkpointing inside it have brought to their end."""
         if self._inner is not None:
             self._inner, self._engine.reducer.is_inside_forward = None, False
-            self._drop(reached)
+            self._drop()
 
     def end(self) -> None:
         """The outermost backward has returned: reduce what is left. Collective."""
@@ -186,9 +188,9 @@ class Backwards:
             raise
         self._phases.leave()  # last: after a second Ctrl-C, what comes next does all of this again
 
-    def _drop(self, reached: nn.Parameter | None = None) -> None:
-        """What the backward that has raised has given; see `abort`. As `Reducer.abandon`."""
-        self._engine.reducer.abandon(reached)
+    def _drop(self) -> None:
+        """What the backward that has raised has given; see `abort`."""
+        self._engine.reducer.abandon()
         if self._engine.has_lost_gradients:
             self._engine.gradients.retire()
 
@@ -235,7 +237,7 @@ class Backwards:
             if self._phases.current is Phase.IDLE:  # a graph that does not pass through a watched output
                 self.note_outermost(parameter)
             elif self._phases.current is Phase.FORWARD:
-                self._note_inner(parameter)
+                self._note_inner()
         sampler, reducer = self._engine.iterations.sampler, self._engine.reducer
         if not sampler.is_on:
             reducer.collect(chunk_id, index, parameter)

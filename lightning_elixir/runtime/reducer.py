@@ -75,6 +75,12 @@ class _Collected:
             torch._foreach_copy_([target for target, _ in self.small], [grad for _, grad in self.small])
             self.small.clear()
 
+    def forget(self) -> None:
+        """As if nothing had arrived."""
+        self.small.clear()
+        self.arrived.clear()
+        self.count = 0
+
 
 @dataclass
 class _InFlight:
@@ -295,20 +301,16 @@ class Reducer:
         """Chunks whose update has begun in this backward."""
         return sorted(self._begun - self._begun_before)
 
-    def abandon(self, reached: nn.Parameter | None = None) -> None:
+    def abandon(self) -> None:
         """Forget this backward (it raised). Earlier gradients stay, unless some of it has been added to them. Those of
-        chunks whose update has begun count: a second backward over the same batch finds the same ones.
-
-        Args:
-            reached: At which the next backward has put a gradient down.
-        """
+        chunks whose update has begun count: a second backward over the same batch finds the same ones."""
         self.withdraw()
         try:
             self._retire(0, is_given_up=True)
         except PeerLostError:  # what was reduced is dropped below; the error that ends this backward tells more
             self._in_flight.clear()
         self._collected.clear()
-        self.drop_uncollected(reached)
+        self.drop_uncollected()
         self.zeros.note_loss(self.used)
         self.used -= {key for key in self._used_now if key[0] not in self._begun}
         if self._reduced_now - self._begun:
@@ -317,14 +319,13 @@ class Reducer:
         self._begun_before = set(self._begun)
         self._begin()
 
-    def drop_uncollected(self, but: nn.Parameter | None = None) -> None:
+    def drop_uncollected(self) -> None:
         """What autograd had put down when a signal, or a hook of the user's, kept `collect` from taking it over: the
         next backward would add to it."""
         with torch._C.DisableTorchFunctionSubclass():  # this is not the user touching `.grad`
             for chunk in self._chunks:
                 for parameter in chunk.parameters:
-                    if parameter is not but:
-                        parameter.grad = None
+                    parameter.grad = None
 
     def withdraw(self, chunk_ids: Collection[int] | None = None) -> None:
         """Have updates dropped that have begun and can be taken back: of these chunks, None: of all."""
@@ -482,6 +483,8 @@ class Reducer:
 
     def _clear(self) -> None:
         self._drop(self.order)
+        for collected in self._collected.values():  # of a backward inside a forward, which has raised
+            collected.forget()
         self.drop_uncollected()  # a bare backward may have failed before it was noticed
         self._begun.clear()
         self._begun_before.clear()
