@@ -2,8 +2,8 @@
 
 [Note: room for frames] CPython keeps the frames of a thread in pieces of 16 KiB: it maps a piece when a call does not
 fit any more, and unmaps it when that call returns. Where the end of a piece lies among the small functions of a step,
-each call of them does that, and how deep the caller is decides whether: seen, 300 to 25000 pieces in one step
-without values of a Llama of 32 layers, by the depth of its script. Each waits, with Python's lock, for threads that have memory
+each call of them does that, and how deep the caller is decides whether: seen, 300 to 25000 pieces in one step without
+values of a Llama of 32 layers, by the depth of its script. Each waits, with Python's lock, for threads that have memory
 given or page-locked. A frame that takes more gets a larger piece, and what it calls has the rest of that.
 """
 
