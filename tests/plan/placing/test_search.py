@@ -323,6 +323,7 @@ def test_streaming_is_chosen_where_it_is_faster() -> None:
         assert not any(c.is_update_streamed for c in off.search().chunks)
 
 
+@pytest.mark.full
 def test_as_many_chunks_are_streamed_as_is_fastest_to_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[Space, Outcome, Outcome]] = []
 
@@ -443,6 +444,7 @@ def test_as_many_shards_stay_on_the_gpus_of_several_ranks_as_fit() -> None:
     assert found <= min(outcome.felt_s for outcome in fitting) * (1 + 1e-6)
 
 
+@pytest.mark.full
 def test_a_stream_that_saves_less_than_the_host_has_to_do_for_it_is_left_out() -> None:
     random = Random(3)
     cases = [c for c in random_cases(5, 60) if c.problem.regime.can_stream]
