@@ -169,6 +169,22 @@ def test_plan_prints_and_writes_what_it_finds(capsys: pytest.CaptureFixture[str]
     assert 'class="memory"' in page
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--gpu_memory_limit", "24GiB"], "there is no option --gpu_memory_limit; did you mean --gpu-memory?"),
+        (["--batchsize=3"], "there is no option --batchsize; did you mean --batch-size?"),
+        (["--quux"], "there is no option --quux; --help has them all"),
+    ],
+)
+def test_an_option_that_there_is_not_is_told_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], given: list[str], told: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--model", "gpt2", *given])
+    assert told in capsys.readouterr().err
+
+
 def test_json_has_it_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GPT, "--json", "--gpus", "2", "--accumulate", "3"]) == 0
     content = json.loads(capsys.readouterr().out)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from difflib import get_close_matches
+from typing import Any
 
 TRAINING_COMMANDS = ("fit", "validate", "test", "predict")
 PRECISIONS = ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
@@ -21,13 +23,28 @@ exit codes: 0 it fits, 1 it does not, 2 something cannot be used as given
 """
 
 
+class _Command(argparse.ArgumentParser):
+    """Parses what follows the name of a command; an option that it has not is told with the nearest one that it has."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, others = super().parse_known_args(args, namespace)
+        unknown = next((word.partition("=")[0] for word in others if word.startswith("--")), None)
+        if unknown is not None:
+            name, known = unknown.replace("_", "-"), self._option_string_actions
+            # What the strategy calls `gpu_memory_limit` is `--gpu-memory` here, not `--cpu-memory-limit`.
+            near = [o for o in known if name.startswith(f"{o}-")] or get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "--help has them all"
+            self.error(f"there is no option {unknown}; {hint}")
+        return found, others
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-elixir",
         description="Train models larger than the GPU's memory with PyTorch Lightning.",
         epilog="`lightning-elixir COMMAND --help` tells more.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Command)
     plan = commands.add_parser(
         "plan",
         help="will a model fit on a machine, with which placement, and how fast: without a GPU",
