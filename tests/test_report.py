@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -18,12 +19,23 @@ from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.io import load_plan
 from lightning_elixir.plan.sharding import NOTE
 from lightning_elixir.plan.simulator.timeline import MemoryPoint, Span, Timeline
-from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Member, Plan, StepTimes, Tier, UpdateTiming
+from lightning_elixir.plan.types import (
+    GPU_BYTE_KINDS,
+    Alternative,
+    ChunkSpec,
+    Forecast,
+    Member,
+    Plan,
+    StepTimes,
+    Tier,
+    UpdateTiming,
+)
 from lightning_elixir.report import Measured, ReportData, render_report
 from lightning_elixir.report.markup import byte_ticks, element, format_count, format_seconds, time_ticks
 from lightning_elixir.report.memory_picture import KINDS, thinned
 from lightning_elixir.report.phases import phases
 from lightning_elixir.report.timeline_picture import MAX_RECTANGLES, lane_bars
+from lightning_elixir.strategy.run_report import RunReport
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -284,6 +296,18 @@ def test_bars_of_memory_add_up() -> None:
         free = next(bar.all("rect", "free"))
         assert free.number("width") == pytest.approx(1120 * (limit - used) / limit, abs=0.1)
     assert [r.number("width") / 280 for r in step.all("rect")] == pytest.approx([2.5, 0.5, 1.0], abs=0.01)
+
+
+def test_the_file_for_programs_has_the_kinds_of_the_highest_moment_as_the_page_has(tmp_path: Path) -> None:
+    data = make_data()
+    assert data.plan.forecast is not None
+    kinds = tuple((kind, (i + 1) * GIB) for i, kind in enumerate(GPU_BYTE_KINDS))
+    RunReport(tmp_path).write(
+        replace(data, plan=replace(data.plan, forecast=replace(data.plan.forecast, gpu_kinds=kinds))), {}
+    )
+    found = json.loads((tmp_path / "report.json").read_text())["predicted"]["bytes"]
+    assert {kind: found[kind] for kind in GPU_BYTE_KINDS} == dict(kinds)
+    assert found["host_param_bytes"] == 10 * GIB
 
 
 def test_differences_are_in_percent_of_what_was_predicted() -> None:
