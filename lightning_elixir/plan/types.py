@@ -318,6 +318,11 @@ class Plan:
         return {key: int(self.notes.get(key, 0)) for key in GPU_BYTE_KINDS}
 
     @property
+    def notes_at_peak(self) -> dict[str, float | int | str]:
+        """`notes`, with the bytes on the device as `gpu_kinds` has them."""
+        return {**self.notes, **self.gpu_kinds}
+
+    @property
     def has_spare_states(self) -> bool:
         """Whether any chunk has them. The updates of all others then wait for their step."""
         return any(c.has_spare_states for c in self.chunks)

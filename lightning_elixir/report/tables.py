@@ -57,7 +57,7 @@ def table(heads: Sequence[str], rows: Sequence[Row], *, num_text: int = 1, sums_
 
 def memory_tables(data: ReportData) -> Markup:
     """Bytes by kind as bars against the limits, and as numbers."""
-    notes, forecast = {**data.plan.notes, **data.plan.gpu_kinds}, data.plan.forecast
+    notes, forecast = data.plan.notes_at_peak, data.plan.forecast
     device = f"each {data.device_word}"
     places = [
         (

@@ -35,7 +35,9 @@ class Backwards:
         self._phases = engine.phases
         self._is_bare = False  # begun by autograd, which does not tell of errors
         self._has_users_hooks = False
-        self._inner: weakref.ref[_Inner] | None = None  # the user's own backward inside a forward
+        self._inner: weakref.ref[Callable[[], None]] | None = None
+        """The user's own backward inside a forward: what autograd calls at its end, which autograd alone keeps, for as
+        long as it runs. One that raises takes it along."""
         self.take: Callable[[int, int, nn.Parameter], object] = self._take
         """Called, with signals deferred, with the chunk id, the member index and the parameter at which autograd has
         put a gradient down: in a backward that is not timed, the reducer's `collect`."""
@@ -100,7 +102,7 @@ class Backwards:
             self._prepare_gradients()
         elif self._inner() is not None:  # it runs, or reentrant checkpointing inside it
             return
-        inner = _Inner(self._end_inner)
+        inner = self._end_inner  # a method object of its own, each time
         self._inner, self._engine.reducer.is_inside_forward = weakref.ref(inner), True
         torch.autograd.Variable._execution_engine.queue_callback(inner)
 
@@ -248,21 +250,6 @@ class Backwards:
         if reducer.collect(chunk_id, index, parameter):
             sampler.grads_complete((chunk_id,))
         sampler.after_collect()
-
-
-class _Inner:
-    """What autograd calls when a backward inside a forward has returned. Autograd alone keeps it, for as long as that
-    backward runs: one that raises takes it along.
-
-    Args:
-        end: Called then.
-    """
-
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
-
-    def __call__(self) -> None:
-        self._end()
 
 
 def _split(row: Sequence[int]) -> list[Sequence[int]]:

@@ -391,12 +391,16 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         if module.automatic_optimization:
             forward = super().training_step
             return forward(*args, **kwargs) if run is None else run.training_step(forward, args, kwargs)
-        # Backward and step happen inside, so the step is no one forward of the engine: each module that it calls is.
-        with self.precision_plugin.train_step_context(), self._engine.engine.telling():
-            output = with_room(module.training_step)(*args, **kwargs)
+        output = self._manual_step(*args, **kwargs)
         if run is not None:
             run.end_step()
         return output
+
+    @with_room
+    def _manual_step(self, *args: Any, **kwargs: Any) -> Any:
+        # Backward and step happen inside, so the step is no one forward of the engine: each module that it calls is.
+        with self.precision_plugin.train_step_context(), self._engine.engine.telling():
+            return self._module.training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

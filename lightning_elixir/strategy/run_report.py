@@ -73,7 +73,7 @@ class RunReport:
 
 def _summary(data: ReportData, held_bytes: Mapping[str, int]) -> dict[str, Any]:
     plan, real = data.plan, data.measured
-    predicted: dict[str, Any] = {"bytes": {**plan.notes, **plan.gpu_kinds}}  # as the page has them
+    predicted: dict[str, Any] = {"bytes": plan.notes_at_peak}
     if plan.forecast is not None:
         predicted |= {
             "peak_gpu_bytes": plan.forecast.peak_gpu_bytes,

@@ -155,11 +155,11 @@ def test_what_one_that_raises_has_given_counts_where_another_one_follows(is_late
     model = copy.deepcopy(plain)
     module = ElixirModule(model, make_plan(model, placement_policy="cpu", chunk_size=4500), device="cpu")
     optimizer, oracle = ElixirOptimizer(module, HybridAdam(model.parameters())), HybridAdam(plain.parameters())
+    if is_cleared:
+        plain.before_another, model.before_another = oracle.zero_grad, optimizer.zero_grad
     kept: list[Tensor | None] = []
     for micro_batch in range(3):
         plain.raises_at = model.raises_at = plain.calls + 1 if micro_batch else -1
-        if is_cleared:
-            plain.before_another, model.before_another = oracle.zero_grad, optimizer.zero_grad
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(micro_batch))
         optimizer.backward(module(x).sum())
         plain(x).sum().backward()
