@@ -10,7 +10,7 @@ others read. What does is made anew, once, however many hold it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -38,26 +38,25 @@ def rebind(memo: Mapping[int, Any], given: Collection[int]) -> None:
         given: Ids that were there before, whose values are no copies.
     """
     copies = [value for key, value in memo.items() if key not in given and key != id(memo)]
-    holders = [found for found in map(_items_of, copies) if found is not None]
-    carried = [value for _, items in holders for _, value in items if isinstance(value, _CARRIERS)]
-    rebinding = _Rebinding(memo, carried)
-    for holder, items in holders:
-        for key, value in items:
-            if isinstance(value, _CARRIERS):
-                other = rebinding.of(value)
-                if other is not value:
-                    holder[key] = other
+    carried = [place for copied in copies for place in _carried_by(copied)]
+    rebinding = _Rebinding(memo, (value for _, _, value in carried))
+    for holder, key, value in carried:
+        other = rebinding.of(value)
+        if other is not value:
+            holder[key] = other
     rebinding.finish()
 
 
-def _items_of(copied: Any) -> tuple[Any, list[tuple[Any, Any]]] | None:
-    """Where a copy keeps what it carries, and what is there."""
+def _carried_by(copied: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """What a copy carries: where that is kept, at which key or place, and what it is."""
     if isinstance(copied, (*_CARRIERS, Tensor, type)):
-        return None
-    if isinstance(copied, list):
-        return (copied, list(enumerate(copied))) if len(copied) <= _MOST_ITEMS else None
-    holder = copied if isinstance(copied, dict) else getattr(copied, "__dict__", None)
-    return (holder, list(holder.items())) if isinstance(holder, dict) and len(holder) <= _MOST_ITEMS else None
+        return
+    holder = copied if isinstance(copied, (list, dict)) else getattr(copied, "__dict__", None)
+    if not isinstance(holder, (list, dict)) or len(holder) > _MOST_ITEMS:
+        return
+    for key, value in enumerate(holder) if isinstance(holder, list) else holder.items():
+        if isinstance(value, _CARRIERS):
+            yield holder, key, value
 
 
 class _Rebinding:

@@ -255,14 +255,13 @@ def with_forecast(
 
 
 def _forecast(timeline: Timeline, use: MemoryUse, budget: Budget, binding: str, hardware: str) -> Forecast:
-    """What a plan that takes this promises within a budget. Steps that take more than was foreseen leave less of it."""
-    limit = timeline.peak_gpu_bytes if budget.gpu_bytes is None else budget.gpu_bytes
-    lacking = min(timeline.margin_bytes, max(0, timeline.peak_gpu_bytes - limit))
+    """What a plan that takes this promises within a budget."""
+    timeline = timeline.within(budget.gpu_bytes)
     return Forecast(
         times=timeline.times,
-        peak_gpu_bytes=timeline.peak_gpu_bytes - lacking,
-        margin_bytes=timeline.margin_bytes - lacking,
-        gpu_kinds=tuple((kind, n - lacking * (kind == "non_model_bytes")) for kind, n in timeline.gpu_kinds),
+        peak_gpu_bytes=timeline.peak_gpu_bytes,
+        margin_bytes=timeline.margin_bytes,
+        gpu_kinds=timeline.gpu_kinds,
         gpu_limit_bytes=budget.gpu_bytes,
         host_bytes=use.host_bytes,
         host_limit_bytes=budget.cpu_bytes,

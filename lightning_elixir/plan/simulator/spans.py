@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_elixir.plan.types import StepTimes
 
@@ -61,3 +61,14 @@ class Timeline:
     def end_s(self) -> float:
         """When the next forward may begin, counted from the beginning of what the spans show."""
         return self.backward_end_s + self.times.step_s
+
+    def within(self, limit: int | None) -> Timeline:
+        """The same where no more than this may be on the device: what tensors take beyond what was foreseen leaves less
+        of the margin; None: there is no limit."""
+        lacking = 0 if limit is None else min(self.margin_bytes, max(0, self.peak_gpu_bytes - limit))
+        return replace(
+            self,
+            peak_gpu_bytes=self.peak_gpu_bytes - lacking,
+            margin_bytes=self.margin_bytes - lacking,
+            gpu_kinds=tuple((kind, n - lacking * (kind == "non_model_bytes")) for kind, n in self.gpu_kinds),
+        )

@@ -136,6 +136,7 @@ def with_times(
     earlier = plan.forecast
     if earlier is None:
         return plan
+    timeline = timeline.within(earlier.gpu_limit_bytes)
     forecast = replace(
         earlier,
         times=timeline.times,

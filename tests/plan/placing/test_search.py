@@ -31,7 +31,13 @@ from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.step import SimulatedStep, StepSimulator
-from lightning_elixir.plan.simulator.timeline import Timeline, beside_rcache_bytes, with_times
+from lightning_elixir.plan.simulator.timeline import (
+    Timeline,
+    beside_rcache_bytes,
+    scheme_of,
+    simulate_step,
+    with_times,
+)
 from lightning_elixir.plan.types import (
     AccessTrace,
     Acquire,
@@ -121,6 +127,15 @@ def test_what_is_left_of_the_margin_is_told_where_steps_take_more_than_was_fores
     assert after.margin_bytes == max(0, before.margin_bytes - lacking)
     assert sum(n for _, n in after.gpu_kinds) == after.peak_gpu_bytes
     assert dict(after.gpu_kinds)["non_model_bytes"] >= after.margin_bytes
+    # Also where it is brought up to date by what steps are seen to take.
+    seen = simulate_step(plan, profile, case.problem.hardware, scheme_of(plan, case.problem.regime))
+    dated = forecast_of(with_times(with_limit(plan, tight.gpu_bytes), seen, "other"))
+    assert (dated.peak_gpu_bytes, dated.margin_bytes) == (after.peak_gpu_bytes, after.margin_bytes)
+    assert dated.gpu_kinds == after.gpu_kinds
+
+
+def with_limit(plan: Plan, limit: int | None) -> Plan:
+    return replace(plan, forecast=replace(forecast_of(plan), gpu_limit_bytes=limit))
 
 
 # What it chooses
