@@ -430,14 +430,18 @@ class _LayoutSearch(Space):
         return max((o for o in (outcome, *deeper) if o.felt_s <= limit_s), key=lambda o: o.choice.depth)
 
     def _other_spares(self, outcome: Outcome) -> list[Outcome]:
-        """The same placement, with spare states for other chunks and for more or fewer."""
+        """The same placement, with spare states for other chunks and for more or fewer. Of those that are not as fast
+        as the fastest, no more is known than that."""
         able = sum(map(self.placer.scheme.can_have_spares, outcome.chunks))
         counts = sorted({math.ceil(able * i / _MOST_SPARE_COUNTS) for i in range(1, _MOST_SPARE_COUNTS + 1)})
         choices = (
             replace(outcome.choice, spare_pattern=pattern, spares=count)
             for pattern, count in product(SPARE_PATTERNS, counts)
         )
-        return [outcome, *map(self.look, choices)]
+        found = [outcome]
+        for choice in choices:
+            found.append(self.glimpse(choice, min(o.felt_s for o in found) * (1 + SAME)))
+        return found
 
     def relative(self, choice: Choice) -> Choice:
         """The choice with its counts as shares of a thousand."""

@@ -29,6 +29,9 @@ _SAME = 1e-3  # steps that differ by less are the steady state
 # A step that has been left work takes longer than a first one, but for the order in which things then come: up to so
 # much less was seen.
 _FASTER_LATER = 5e-3
+# The steps after that swing, since copies and updates share the host's memory by the length of the step before: up to
+# so much less was seen.
+_FASTER_STILL = 25e-3
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class StepSimulator:
         )
 
     def run(self, plan: Plan, *, is_detailed: bool = False, limit_s: float = math.inf) -> SimulatedStep:
-        """A step of the steady state; where that takes longer than `limit_s`, perhaps the first one, which takes longer
+        """A step of the steady state; where that takes longer than `limit_s`, perhaps one before it, which takes longer
         as well. `spans` and `memory` are empty unless it is to be detailed."""
         script = self._scripts.of(plan)
         return _Steps(plan, self._profile, self._costs, script, is_detailed=is_detailed).run(limit_s)
@@ -141,6 +144,8 @@ class _Steps:
             left_s, adam_s = clocks.backlog.left_s(clocks.now_s), updates.adam_s
             self._share_memory(step.times.total_s)
             step = self._step()
+            if step.times.total_s * (1 - _FASTER_STILL) > limit_s:
+                break
             is_as_left = abs(clocks.backlog.left_s(clocks.now_s) - left_s) <= _SAME * step.times.total_s
             if is_as_left and abs(updates.adam_s - adam_s) <= _SAME * adam_s:
                 break  # the next step would begin, and go on, as this one did
