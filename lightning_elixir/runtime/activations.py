@@ -8,10 +8,11 @@ as long as it does: what the plan says is done instead.
 
 A recomputed block computes what it has computed: random states and autocast are those of its forward (torch's
 checkpoint), and so are its buffers, up to `_MOST_COPIED` elements each, so that running statistics are updated once and
-spectral norms iterate from where they began. Caches of keys and values that are empty are kept out of the blocks, as
-transformers does for those that it checkpoints: they would be filled twice, or hold on to what shall go. That is so
-whatever becomes of a block's activations, since a cache may change the last bits. With anything in it, the block runs
-as it is.
+spectral norms iterate from where they began. Its modules are in the modes (`train()`, `eval()`), and have the
+parameters (`torch.func.functional_call`), of that forward, which may be others when backward comes. Caches of keys and
+values that are empty are kept out of the blocks, as transformers does for those that it checkpoints: they would be
+filled twice, or hold on to what shall go. That is so whatever becomes of a block's activations, since a cache may
+change the last bits. With anything in it, the block runs as it is.
 """
 
 from __future__ import annotations
@@ -305,39 +306,41 @@ def _recomputed(
 
     # Else nothing is saved; and where a mode is on, torch does not take its fast paths for frozen layers in evaluation.
     keeps_attention = keeps_attention and any(t.requires_grad for t in chain(tensors, module.parameters()))
-    buffers = list(_buffers(module))
-    options: dict[str, Any] = {}
-    if buffers or keeps_attention:
-        options["context_fn"] = partial(_contexts, buffers, keeps_attention)
-    return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True, **options)
+    contexts = partial(_contexts, list(_parts(module)), keeps_attention)
+    return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
 
 
 _Buffer = tuple[nn.Module, str, Tensor]
 """The module that has it, its name there, and the tensor."""
 
 
-def _buffers(module: nn.Module) -> Iterator[_Buffer]:
-    """Those of a block, at each of its calls: `modules()` would take longer than all else that is done there."""
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a block, at each of its calls: `modules()` would take longer than all else that is done there."""
     waiting, seen = [module], set()
     while waiting:
         part = waiting.pop()
-        waiting += [child for child in part._modules.values() if child is not None]
-        if part._buffers and id(part) not in seen:
+        if id(part) not in seen:
             seen.add(id(part))
-            for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    yield part, name, buffer
+            waiting += [child for child in part._modules.values() if child is not None]
+            yield part
 
 
 _Context = AbstractContextManager[Any]
 
 
-def _contexts(buffers: list[_Buffer], keeps_attention: bool) -> tuple[_Context, _Context]:
-    """Around the forward of a block, and around its recomputation."""
+def _contexts(parts: list[nn.Module], keeps_attention: bool) -> tuple[_Context, _Context]:
+    """Around the forward of a block, and around its recomputation.
+
+    Args:
+        parts: The modules of the block, before its forward.
+    """
+    buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items() if buffer is not None]
     small = [(part, name, buffer.detach().clone()) for part, name, buffer in buffers if buffer.numel() <= _MOST_COPIED]
     large = [(name, buffer, buffer._version) for _, name, buffer in buffers if buffer.numel() > _MOST_COPIED]
     forward: _Context = _LargeBuffersStay(large) if large else nullcontext()
-    again: _Context = _BuffersAsBefore(small) if small else nullcontext()
+    again: _Context = _ModulesAsBefore(parts)
+    if small:
+        again = _Both(again, _BuffersAsBefore(small))
     if not keeps_attention:
         return forward, again
     keeping, replaying = keeping_attention()
@@ -386,6 +389,37 @@ class _LargeBuffersStay:
                 f"activations: a block that is to be recomputed has written to its buffer {changed[0]} in forward, and"
                 " would do so once more: give that block 'keep' or 'offload'"
             )
+
+
+class _ModulesAsBefore:
+    """Inside, modules are in the modes that they were in when this was made, and have the parameters of then.
+
+    Args:
+        parts: The modules.
+    """
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        self._before = [(part, part.training, dict(part._parameters)) for part in parts]
+        self._now: list[tuple[nn.Module, bool, dict[str, Any]]] = []
+
+    def __enter__(self) -> None:
+        for part, is_training, parameters in self._before:
+            # Compared one by one: `==` of tensors is another tensor.
+            others = {name: p for name, p in part._parameters.items() if p is not parameters.get(name, p)}
+            if others or part.training is not is_training:
+                self._now.append((part, part.training, others))
+                _set(part, is_training, {name: parameters[name] for name in others})
+
+    def __exit__(self, *error: object) -> None:
+        for part, is_training, parameters in self._now:
+            _set(part, is_training, parameters)
+        self._now = []
+
+
+def _set(part: nn.Module, is_training: bool, parameters: dict[str, Any]) -> None:
+    part.training = is_training
+    for name, parameter in parameters.items():  # one by one, as tables of TorchScript's modules take them
+        part._parameters[name] = parameter
 
 
 class _BuffersAsBefore:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -160,6 +161,50 @@ def test_buffers_are_written_once(fate: str) -> None:
     for seed in range(3):
         pair.step(seed)
     pair.check()
+
+
+class _Moody(nn.Module):
+    """Computes something else in evaluation, in the middle of what is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.dropout(torch.relu(self.norm(self.up(x))), training=self.training)
+        return x + torch.tanh(self.down(y))
+
+
+def _evaluated(model: Any, x: Tensor) -> Tensor:
+    y = model(x)
+    model.eval()
+    z: Tensor = y + 0.5 * model(x + 1)
+    model.train()
+    return z
+
+
+def _with_other_parameters(model: Any, x: Tensor) -> Tensor:
+    parts = model.module if isinstance(model, ElixirModule) else model
+    others = {name: 1.1 * parameter for name, parameter in parts.named_parameters()}
+    y: Tensor = functional_call(parts, others, (x,))
+    return y
+
+
+@crossed(
+    told=["recompute-_evaluated", "recompute-_with_other_parameters"],
+    fate=FATES[1:],
+    run=[_evaluated, _with_other_parameters],
+)
+def test_blocks_are_recomputed_as_they_were_called(fate: str, run: Callable[[Any, Tensor], Tensor]) -> None:
+    """Modes and parameters are others when backward comes."""
+    seed_torch(0)
+    model = Stack(_Moody, depth=3)
+    pair = Pair(model, planned(model, fate))
+    for seed in range(3):
+        pair.step(seed, run=run)
+    pair.check()
+    assert (pair.module.stats().recomputed_blocks > 0) == Fate(fate).is_recomputed
+    assert all(part.training for part in model.modules())
 
 
 class _Counting(nn.Module):
