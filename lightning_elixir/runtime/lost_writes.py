@@ -53,17 +53,14 @@ class LostWrites:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._suspects: dict[int, list[str]] = {}  # parameters by chunk id
+        self._suspects: set[int] = set()  # chunks by id
         self._lost: dict[str, None] = {}  # parameters; `found` empties it
         self._data: dict[int, list[_Data]] = {}  # by chunk id
 
     def suspect(self, names: Collection[str]) -> None:
         """The step was seen to write to these parameters."""
-        self._suspects.clear()
-        for chunk in self._engine.chunks if names else ():
-            found = [member.fqn for member in chunk.spec.members if member.fqn in names]
-            if found:
-                self._suspects[chunk.id] = found
+        chunks = self._engine.chunks if names else ()
+        self._suspects = {c.id for c in chunks if any(member.fqn in names for member in c.spec.members)}
 
     def watch(self, name: str, chunk: Chunk, data: object) -> None:
         """A parameter of the chunk was asked for its `.data`."""
@@ -77,8 +74,8 @@ class LostWrites:
         """The chunk's replica is about to go."""
         if not (self._suspects or self._data):  # as mostly
             return
-        if self._engine.phase is Phase.FORWARD and (names := self._written(chunk.id)):
-            self._look(chunk, names)
+        if self._engine.phase is Phase.FORWARD and self._may_be_written(chunk.id):
+            self._look(chunk)
 
     def found(self, *, is_after_forward: bool) -> list[str]:
         """Parameters of which a write was lost, or will be; each is returned once.
@@ -87,9 +84,9 @@ class LostWrites:
             is_after_forward: And before backward, in which updates begin: values may be newer than the replica's then.
         """
         for chunk_id in {*self._suspects, *self._data}:
-            chunk, names = self._engine.chunks[chunk_id], self._written(chunk_id)
-            if names and is_after_forward and chunk.is_usable:
-                self._look(chunk, names)
+            chunk = self._engine.chunks[chunk_id]
+            if is_after_forward and chunk.is_usable and self._may_be_written(chunk_id):
+                self._look(chunk)
             elif not is_after_forward:
                 self._lost.update(dict.fromkeys(one.name for one in self._data.get(chunk_id, ()) if one.is_written))
         kept = {i: [one for one in data if one.reference() is not None] for i, data in self._data.items()}
@@ -107,12 +104,10 @@ class LostWrites:
         shard = self._engine.store[chunk.id]
         return shard.param is not None or shard.is_param_on_disk or shard.has_master
 
-    def _written(self, chunk_id: int) -> list[str]:
-        """Which of the chunk's parameters may have been written to."""
-        data = self._data.get(chunk_id, ())
-        return [*self._suspects.get(chunk_id, ()), *(one.name for one in data if one.is_written)]
+    def _may_be_written(self, chunk_id: int) -> bool:
+        return chunk_id in self._suspects or any(one.is_written for one in self._data.get(chunk_id, ()))
 
-    def _look(self, chunk: Chunk, names: list[str]) -> None:
+    def _look(self, chunk: Chunk) -> None:
         engine = self._engine
         if not self._can_lose(chunk):
             return
@@ -124,5 +119,9 @@ class LostWrites:
                 held = None if master is None else master.to(chunk.dtype)
             if held is not None and held.numel() != mine.numel():  # the whole chunk, of which others' slices may be old
                 held = engine.groups.mine(chunk.spec, held)
-            if not has_bits_of(mine, held):
-                self._lost.update(dict.fromkeys(names))
+            if held is None or has_bits_of(mine, held):
+                return
+            for segment in engine.groups.segments(chunk.spec):  # without padding, which holds anything
+                at = slice(segment.shard_offset, segment.shard_offset + segment.numel)
+                if not has_bits_of(mine[at], held[at]):
+                    self._lost[chunk.spec.members[segment.member_index].fqn] = None

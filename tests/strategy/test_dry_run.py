@@ -39,6 +39,7 @@ from lightning_elixir.profiling.fake_step import profile_memory
 from lightning_elixir.strategy import ElixirStrategy, put_back
 from lightning_elixir.strategy import fit_run as fit_run_module
 from lightning_elixir.strategy.dry_run import dry_run
+from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.put_back import PutBack
 from lightning_elixir.strategy.warm_up import WarmUp
 from tests.helpers.dist import run_ranks
@@ -742,6 +743,44 @@ def test_what_is_put_back_is_no_write(precision: Any, profiles: list[MemoryProfi
     assert_same_run(found[2], whole[2] if precision != "32-true" else fit("auto", BinarisesWeights)[2])
     assert found[0].strategy.stats().evictions > 0
     assert all(profile.written for profile in profiles)
+
+
+class LooksAround(Net):
+    """Climbs to where the loss is higher, takes the gradients there, and comes back (SAM). What lies between parameters
+    in chunks is anything."""
+
+    def __init__(self) -> None:
+        super().__init__("hybrid")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        handle = EngineHandle.of(self)
+        for chunk in handle.engine.engine.chunks if handle is not None else ():
+            if chunk.is_usable:
+                is_padding = torch.ones(len(chunk.flat), dtype=torch.bool)
+                for member in chunk.spec.members:
+                    is_padding[member.offset : member.offset + member.numel] = False
+                chunk.flat[is_padding] = 7
+        optimizer: Any = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        before = [p.detach().clone() for p in self.parameters()]
+        with torch.no_grad():
+            for p in self.parameters():
+                p.add_(p.grad, alpha=0.1)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            for p, value in zip(self.parameters(), before, strict=True):
+                p.copy_(value)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("limit", telling(["96KiB", "200KiB"], "200KiB"))
+def test_padding_is_no_write(limit: str, profiles: list[MemoryProfile]) -> None:
+    found = fit(ElixirStrategy(**CHUNK, gpu_memory_limit=limit), LooksAround)
+    assert_same_run(found[2], fit("auto", LooksAround)[2])
+    assert [bool(profile.written) for profile in profiles] == [True]
 
 
 def _one_rank_cannot_tell(rank: int) -> Any:
