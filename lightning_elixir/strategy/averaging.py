@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_avg_fn, get_swa_avg_fn
 from typing_extensions import override
 
-from lightning_elixir._lightning import Callback, LightningModule, StochasticWeightAveraging, Trainer, pl
+from lightning_elixir._lightning import Callback, LightningModule, StochasticWeightAveraging, Trainer, TrainerFn, pl
 from lightning_elixir.checkpoint.index import first_names
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.mesh import AXES
@@ -36,6 +36,12 @@ def check_lightnings_averages(trainer: Trainer, config: ElixirConfig) -> None:
                 f"{type(callback).__name__} averages whole weights, and with {said}{of_patterns} a rank has parts of"
                 " those that are cut: use lightning_elixir.ElixirWeightAveraging, which averages parts"
             )
+
+
+def takes_whole_models(trainer: Trainer) -> bool:
+    """Whether a callback of Lightning's, which copies the whole model, takes models out of what a fit goes on from."""
+    is_fitting = trainer.state.fn == TrainerFn.FITTING
+    return is_fitting and any(isinstance(c, pl.callbacks.WeightAveraging) for c in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def tell_of_averaging(callback: Callback, mixed: str | None) -> None:

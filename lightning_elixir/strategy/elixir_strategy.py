@@ -48,7 +48,7 @@ from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.profiling.blocks import blocks_of
 from lightning_elixir.runtime.averages import Average, Averages
-from lightning_elixir.strategy.averaging import check_lightnings_averages, tell_of_averaging
+from lightning_elixir.strategy.averaging import check_lightnings_averages, takes_whole_models, tell_of_averaging
 from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler, without_compiler
 from lightning_elixir.strategy.device_meshes import MeshAccess
 from lightning_elixir.strategy.engine_handle import EngineHandle
@@ -570,7 +570,11 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         if path.is_dir():
             # Fabric's folders have nothing of Lightning's loops: a fit begins its first epoch with their values.
             own = {"pytorch-lightning_version": pl.__version__, "lr_schedulers": []}
-            return own | self._sharded.open(path, self._comm, weights_only)
+            found = own | self._sharded.open(path, self._comm, weights_only)
+            module = self.lightning_module
+            if module is not None and takes_whole_models(module.trainer):
+                found |= self._sharded.whole_models(self._comm)
+            return found
         if type(self.checkpoint_io) is TorchCheckpointIO:
             # By name: of a function, which is the default there, torch has no tensors around others loaded.
             to_host: Any = "cpu"

@@ -193,6 +193,20 @@ class ShardedCheckpoints:
             meta["optimizer_states"] = []  # Lightning asks for them to be loaded if they are there
         return meta
 
+    def whole_models(self, comm: Comm) -> dict[str, dict[str, Any]]:
+        """What a file has of the model, in host memory of this rank: its values, and where averages are in their place
+        also the weights. Collective."""
+
+        def read(root: str) -> dict[str, Any]:
+            index = self._opened
+            below = index.keys_below(root).items()
+            return {n: index.read_whole(key) if key in index.tensors else index.read_object(key) for n, key in below}
+
+        whole = {"state_dict": run_together(comm, lambda: read(self._opened.model_root))}
+        if self.has_averages:
+            whole[CURRENT_MODEL] = run_together(comm, lambda: read(CURRENT_MODEL))
+        return whole
+
     def close(self) -> None:
         """Nothing more is loaded."""
         self._index, self._awaited, self._own = None, None, {}

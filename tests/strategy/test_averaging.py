@@ -296,6 +296,21 @@ def test_sharded_checkpoints_hold_what_whole_ones_do(tmp_path: Path) -> None:
     assert_same_state(resumed.state, whole_run.state)
 
 
+@pytest.mark.parametrize("make_model", [BatchNormNet, full(LateNet)])
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model")
+def test_lightnings_averages_go_on_from_a_folder(make_model: Any, tmp_path: Path) -> None:
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
+    strategies = [ElixirStrategy(**TIGHT, state_dict_type="sharded") for _ in range(2)]
+    theirs, data = CALLBACKS["ema"][0], {"train": lambda: Batches(1), "max_epochs": 2}
+    _, whole, _ = fit(strategies[0], make_model, callbacks=[theirs(), saver], enable_checkpointing=True, **data)
+    folder = str(tmp_path / "epoch=0-step=4.ckpt")
+    _, resumed, _ = fit(strategies[1], make_model, callbacks=[theirs()], ckpt_path=folder, **data)
+    assert [x.item() for x in resumed.losses] == [x.item() for x in whole.losses[4:]]
+    assert_same_state(resumed.state_dict(), whole.state_dict())
+
+
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by", "precision"),
     [(2, 1, "32-true"), full(1, 2, "32-true"), full(2, 3, "bf16-mixed"), full(2, 1, "bf16-true")],
