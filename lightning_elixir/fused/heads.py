@@ -5,8 +5,9 @@ stands for the logits. The model's loss function, when it gets that object, has 
 operator (`linear_loss`). Until then the model may scale the object by a number, as Granite and Cohere do, or have it
 `contiguous()` or `float()`: that is kept in mind. Whoever looks at the object in another way, be it the model (which
 caps its logits, say) or the user (for a metric), makes it compute the logits as the model would have: so code that
-needs them works as before, and pays for them only where it does. The loss is computed within a call of the layer, so
-all that hangs on the calls of modules, above all the engine that brings the weight, needs to know nothing of this.
+needs them works as before, and pays for them only where it does. Once the layer's weights have changed that is not to
+be had any more, and an error says so. The loss is computed within a call of the layer, so all that hangs on the calls
+of modules, above all the engine that brings the weight, needs to know nothing of this.
 
 Whether a model's forward looks at its logits is found out by running it, over stand-ins for its parts, up to the loss.
 So it is with transformers' own code, which changes nothing outside of what it returns. A user's may count, draw random
@@ -34,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_elixir.core.module_hooks import OwnHook, own_forward, pattern_around
+from lightning_elixir.errors import StateError
 from lightning_elixir.fused.linear_loss import linear_cross_entropy
 from lightning_elixir.fused.operators import is_plain
 from lightning_elixir.fused.recognising import twin
@@ -287,6 +289,7 @@ class Logits:
         self._value: Tensor | None = None
         self._steps: tuple[Callable[[Tensor], Tensor], ...] = ()  # from the layer's outputs to these logits
         self._factor = 1.0  # what these steps multiply by
+        self._begun = _parameters_of(layer)
         kind = hidden.device.type
         self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
@@ -313,6 +316,7 @@ class Logits:
 
     def _followed_by(self, step: Callable[[Tensor], Tensor], factor: float = 1.0) -> Logits:
         made = Logits(self._layer, self._hidden)
+        made._begun = self._begun
         made._autocast, made._steps, made._factor = self._autocast, (*self._steps, step), self._factor * factor
         return made
 
@@ -347,6 +351,12 @@ class Logits:
             look: What needs them.
         """
         if self._value is None:
+            if _parameters_of(self._layer) != self._begun:
+                raise StateError(
+                    "logits were looked at after the weights that make them had changed, as an optimizer's step changes"
+                    " them: with use_fused_kernels they are computed when they are looked at. Look at them before, in"
+                    " training_step: return outputs.logits.detach(), or what you need of it"
+                )
             running = self._running
             if running is not None:
                 running.looks.append(look)
@@ -376,6 +386,11 @@ class Logits:
 def _running_of(layer: nn.Module) -> _Running | None:
     running = _PUTS_OFF.get()
     return running if running is not None and running.head is layer else None
+
+
+def _parameters_of(layer: Any) -> tuple[tuple[int, int], ...]:
+    """Which ones a layer has, and the state of their version counters: of updates too, and not of chunks that move."""
+    return tuple((id(p), 0 if p.is_inference() else p._version) for p in (layer.weight, layer.bias) if p is not None)
 
 
 def _itself(value: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader
 
 from lightning_elixir import HybridAdam, profile_memory
 from lightning_elixir._lightning import LightningModule, Trainer
-from lightning_elixir.errors import PlanError
+from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers.dist import run_ranks
 from tests.helpers.fused import make_batch, make_lm
-from tests.helpers.tiers import crossed
+from tests.helpers.tiers import crossed, full
 from tests.strategy.models import Net, make_data
 
 TIGHT = {"placement_policy": "cpu", "chunk_size": "16KiB", "gpu_memory_limit": "130KiB"}
@@ -101,6 +101,26 @@ def test_accumulation_and_clipping() -> None:
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     fused = _losses(Lm("llama_tied"), ElixirStrategy(**TIGHT, use_fused_kernels=True), **options)
     assert fused == pytest.approx(_losses(Lm("llama_tied"), "auto", **options), rel=1e-5)
+
+
+class LooksLater(Lm):
+    """Returns all that the model gives, and looks at the logits once the batch is over."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.model(**batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append((outputs["logits"] * 1.0).square().mean().item())
+
+
+@pytest.mark.parametrize("options", [TIGHT, full({})], ids=["tight", "resident"])
+def test_logits_of_weights_that_have_changed_are_not_to_be_had(options: dict[str, Any]) -> None:
+    model, plain = LooksLater(), LooksLater()
+    accumulated = {"accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
+    with pytest.raises(StateError, match=r"after the weights that make them had changed.*outputs\.logits\.detach\(\)"):
+        _fit(model, ElixirStrategy(**options, use_fused_kernels=True), **accumulated)
+    _fit(plain, "auto", **accumulated)
+    assert model.losses == pytest.approx(plain.losses[:1], rel=1e-5)  # of the batch that no step was behind
 
 
 def test_the_model_is_plain_again_when_the_engine_goes(tmp_path: Any) -> None:
