@@ -713,6 +713,7 @@ def _check_unmanaged(module: nn.Module) -> None:
     managed = [name for name, p in module.named_parameters() if getattr(type(p), "is_managed_by_elixir", False)]
     if managed:
         raise StateError(
-            f"{', '.join(managed[:3])} belong to another ElixirModule already: use that one, or wrap "
-            "copy.deepcopy(model)"
+            f"{', '.join(managed[:3])} are managed by lightning_elixir already, in another module that was fitted, set"
+            " up or wrapped with them: go on with that one, or take copies, copy.deepcopy(model) or of the part that is"
+            " shared, which are plain and have its values"
         )

@@ -493,7 +493,7 @@ def test_copies_are_plain_and_second_wrapping_is_refused() -> None:
     copied = copy.deepcopy(module)
     assert type(copied) is type(model)
     assert all(type(p) is nn.Parameter for p in copied.parameters())
-    with pytest.raises(StateError, match="another ElixirModule"):
+    with pytest.raises(StateError, match="managed by lightning_elixir already"):
         ElixirModule(model, make_plan(make("gpt2"), **TIGHT), device=CPU)
 
 
