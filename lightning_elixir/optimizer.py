@@ -215,9 +215,15 @@ class ElixirOptimizer(torch.optim.Optimizer):
         return self._updates.is_paused
 
     @property
-    def has_own_step(self) -> bool:
-        """Whether the user's optimizer does something around the step of the class that it is made of."""
-        return self._own_step is not None
+    def begins_with_users_code(self) -> bool:
+        """Whether hooks run before a step and its closure, or the user's optimizer has a step of its own around that of
+        its class."""
+        return bool(
+            self._own_step is not None
+            or self._optimizer_step_pre_hooks
+            or self.optimizer._optimizer_step_pre_hooks
+            or _global_optimizer_pre_hooks
+        )
 
     def check_kept(self) -> None:
         """Raises `StateError` if an optimizer that was made later has taken the place of any states (on NVMe)."""
@@ -331,13 +337,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             or self._gradients.change.clips
             or self._engine.reducer.is_tracking_square_sums  # a norm was asked for, and may be again
         )
-        has_hooks = bool(
-            self._optimizer_step_pre_hooks
-            or self.optimizer._optimizer_step_pre_hooks
-            or _global_optimizer_pre_hooks
-            or self._own_step is not None
-        )
-        return not (needs_all_gradients or has_hooks) and self._states.has_groups(self.param_groups)
+        return not (needs_all_gradients or self.begins_with_users_code) and self._states.has_groups(self.param_groups)
 
     # Gradients
 

@@ -201,8 +201,8 @@ class ElixirPrecision(Precision):
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         elixir = _unwrap(optimizer)
-        if elixir.has_own_step and not elixir.scaler.enabled:
-            # As in plain Lightning: it may do something before the closure runs, and with what that returns.
+        if elixir.begins_with_users_code and not elixir.scaler.enabled:
+            # As in plain Lightning: it does something before the closure runs, and maybe with what that returns.
             return elixir.step(partial(self._wrap_closure, model, optimizer, closure), **kwargs)
         is_unobserved = is_update_unobserved(model)
         with elixir.unobserved(is_unobserved):

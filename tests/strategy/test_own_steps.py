@@ -1,4 +1,4 @@
-"""Users' subclasses of optimizers under Lightning."""
+"""Users' subclasses of optimizers, and hooks of optimizers, under Lightning."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_elixir import HybridAdam
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
 from tests.helpers.own_steps import CLASSES, EverySecond, WarmsUp, noted
-from tests.helpers.tiers import full
+from tests.helpers.tiers import crossed, full
 from tests.strategy.models import CHUNK, TIGHT, Net, assert_same_run, fit, make_data
 
 
@@ -38,6 +39,46 @@ def test_under_lightning(cls: Any) -> None:
     _, model, actual = fit(ElixirStrategy(**TIGHT), lambda: OwnNet(cls), max_epochs=2)
     assert_same_run(actual, expected)
     assert noted(model.own) == noted(plain.own)  # type: ignore[attr-defined]
+
+
+class HookedNet(OwnNet):
+    """Hooks of its optimizer, before a step and behind it, change gradients and weights."""
+
+    def configure_optimizers(self) -> Any:
+        configured = super().configure_optimizers()
+        self.own.register_step_pre_hook(self._before)
+        self.own.register_step_post_hook(self._after)
+        return configured
+
+    def _before(self, *_: Any) -> None:
+        self.log_of_all.append("before")
+        with torch.no_grad():
+            for p in self.parameters():
+                p.mul_(0.999)
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+
+    def _after(self, *_: Any) -> None:
+        self.log_of_all.append("after")
+        with torch.no_grad():
+            for p in self.parameters():
+                p.clamp_(-0.3, 0.3)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.log_of_all.append("forward")
+        return super().training_step(batch, batch_idx)
+
+
+@crossed(together=1, cls=[torch.optim.SGD, HybridAdam], accumulated=[1, 2], placement=["cpu", "cuda"])
+def test_hooks_of_optimizers_run_where_plain_lightning_runs_them(cls: Any, accumulated: int, placement: Any) -> None:
+    """Those before a step come before the forward of its last batch."""
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulated, "gradient_clip_val": 0.01}
+    options |= {"gradient_clip_algorithm": "value"}
+    strategy = ElixirStrategy(**CHUNK, placement_policy=placement, gpu_memory_limit="1MiB")
+    _, plain, expected = fit("auto", lambda: HookedNet(cls), **options)
+    _, model, actual = fit(strategy, lambda: HookedNet(cls), **options)
+    assert_same_run(actual, expected)
+    assert model.log_of_all == plain.log_of_all  # type: ignore[attr-defined]
 
 
 def _fit_two() -> Any:
