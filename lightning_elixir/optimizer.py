@@ -503,34 +503,54 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state as torch's optimizers give it, with whole tensors on the CPU. Collective.
 
+        Hooks of the user's optimizer run, those that get the state where there is one.
+
         Returns:
             `state`, `param_groups` and, with loss scaling, `loss_scaler`, on rank 0; `{}` on other ranks.
         """
-        self._states.check_kept()
-        with self._meeting(Meeting.OPTIMIZER_STATE_DICT):
-            self._follow_groups()
-            state = self._state_dicts.whole()
+        inner = self.optimizer
+        for before in list(inner._optimizer_state_dict_pre_hooks.values()):
+            before(inner)
+        state = self._whole_state()
+        for after in list(inner._optimizer_state_dict_post_hooks.values()) if state else ():
+            changed = after(inner, state)
+            state = state if changed is None else changed
         if state and self.scaler.enabled:
             state["loss_scaler"] = self.scaler.state_dict()
         return state
 
+    def _whole_state(self) -> dict[str, Any]:
+        """See `state_dict`; without hooks and loss scale."""
+        self._states.check_kept()
+        with self._meeting(Meeting.OPTIMIZER_STATE_DICT):
+            self._follow_groups()
+            return self._state_dicts.whole()
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of `state_dict()` or of the same torch optimizer over the plain model; the same on every rank.
+
+        Hooks of the user's optimizer run.
 
         Raises:
             PlanError: If its groups, settings or shapes are not those of this optimizer.
         """
+        inner, state_dict = self.optimizer, dict(state_dict)
+        for before in list(inner._optimizer_load_state_dict_pre_hooks.values()):
+            changed = before(inner, state_dict)
+            state_dict = state_dict if changed is None else changed
         with self._meeting(Meeting.LOAD_OPTIMIZER_STATE_DICT):
             self._follow_groups()
             self._state_dicts.load_whole(state_dict, self.optimizer)
             if self.scaler.enabled and state_dict.get("loss_scaler"):
                 self.scaler.load_state_dict(state_dict["loss_scaler"])
+        for after in list(inner._optimizer_load_state_dict_post_hooks.values()):
+            after(inner)
 
     def __reduce__(self) -> Any:
         """A copy, also a pickled one, is the user's own optimizer over copies of the parameters, with whole states.
         Collective."""
         with self._engine.meeting(Meeting.STATE):
-            state = self.state_dict()
+            state = self._whole_state()
             return _plain_optimizer, (self.optimizer, self._engine.comm.exchange_objects(state)[0])
 
     def described_states(self) -> Described:
@@ -590,5 +610,5 @@ def _route_modes(optimizer: torch.optim.Optimizer, outer: weakref.ref[ElixirOpti
 
 def _plain_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> torch.optim.Optimizer:
     """What a copied or pickled `ElixirOptimizer` is restored by."""
-    optimizer.load_state_dict({key: value for key, value in state.items() if key != "loss_scaler"})
+    optimizer.load_state_dict(state)
     return optimizer

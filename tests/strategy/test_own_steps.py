@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +81,47 @@ def test_hooks_of_optimizers_run_where_plain_lightning_runs_them(cls: Any, accum
     _, model, actual = fit(strategy, lambda: HookedNet(cls), **options)
     assert_same_run(actual, expected)
     assert model.log_of_all == plain.log_of_all  # type: ignore[attr-defined]
+
+
+class SavingNet(OwnNet):
+    """Hooks of its optimizer halve what is saved of the momentum, and double what is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(HybridAdam)
+        self.hparams.clear()  # a class, which is not loaded with weights alone
+
+    def configure_optimizers(self) -> Any:
+        configured = super().configure_optimizers()
+        self.own.register_state_dict_pre_hook(lambda _: self.log_of_all.append("before saving"))
+        self.own.register_state_dict_post_hook(partial(self._scaled, 0.5))
+        self.own.register_load_state_dict_pre_hook(partial(self._scaled, 2.0))
+        self.own.register_load_state_dict_post_hook(lambda _: self.log_of_all.append("after loading"))
+        return configured
+
+    def _scaled(self, factor: float, _: Any, state: dict[str, Any]) -> dict[str, Any]:
+        self.log_of_all.append(f"times {factor}")
+        scaled = {
+            n: {k: v * factor if k == "exp_avg" else v for k, v in one.items()} for n, one in state["state"].items()
+        }
+        return state | {"state": scaled}
+
+
+def _saved_and_loaded(strategies: list[Any], path: Path) -> tuple[Any, list[Any], list[str]]:
+    trainer, first, _ = fit(strategies[0], SavingNet)
+    trainer.save_checkpoint(path)
+    _, second, run = fit(strategies[1], SavingNet, max_epochs=2, ckpt_path=str(path))
+    saved = torch.load(path, weights_only=False)["optimizer_states"][0]["state"]
+    return run, [one["exp_avg"] for one in saved.values()], [*first.log_of_all, *second.log_of_all]
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_hooks_of_optimizers_see_what_is_saved_and_loaded(tmp_path: Path) -> None:
+    expected = _saved_and_loaded(["auto", "auto"], tmp_path / "plain.ckpt")
+    got = _saved_and_loaded([ElixirStrategy(**TIGHT) for _ in range(2)], tmp_path / "elixir.ckpt")
+    assert_same_run(got[0], expected[0])
+    assert [torch.equal(a, b) for a, b in zip(got[1], expected[1], strict=True)] == [True] * len(got[1])
+    assert got[2] == expected[2]
+    assert {"times 0.5", "times 2.0", "before saving", "after loading"} <= {*got[2]}
 
 
 def _fit_two() -> Any:
