@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,3 +31,21 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
         sys.modules["numpy"].random.set_state(states["numpy"])
     if device.type != "cpu" and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type], device)
+
+
+def kinds_of_generators() -> tuple[type, ...]:
+    """Classes of objects that random numbers are drawn from: torch's, Python's and, where that is there, NumPy's."""
+    numpy = sys.modules.get("numpy")
+    kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return torch.Generator, random.Random, *kinds
+
+
+def state_of(generator: Any) -> Callable[[], object]:
+    """What puts back the state that such an object has now."""
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, generator.get_state())
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    if hasattr(generator, "bit_generator"):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    return partial(generator.set_state, generator.get_state())

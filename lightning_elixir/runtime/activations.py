@@ -6,29 +6,22 @@ under the user's own checkpoint or hooks, in a recomputation, in a backward, und
 runs as it is. transformers' own switch (`gradient_checkpointing_enable`) is off for the blocks that a plan names, for
 as long as it does: what the plan says is done instead.
 
-A recomputed block computes what it has computed: random states and autocast are those of its forward (torch's
-checkpoint), and so are its buffers, up to `_MOST_COPIED` elements each, so that running statistics are updated once and
-spectral norms iterate from where they began. Its modules are in the modes (`train()`, `eval()`), and have the
-parameters (`torch.func.functional_call`), of that forward, which may be others when backward comes. Caches of keys and
-values that are empty are kept out of the blocks, as transformers does for those that it checkpoints: they would be
-filled twice, or hold on to what shall go. That is so whatever becomes of a block's activations, since a cache may
-change the last bits. With anything in it, the block runs as it is.
+A recomputed block computes what it has computed (`recomputing.py`). Caches of keys and values that are empty are kept
+out of the blocks, as transformers does for those that it checkpoints: they would be filled twice, or hold on to what
+shall go. That is so whatever becomes of a block's activations, since a cache may change the last bits. With anything in
+it, the block runs as it is.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection
 from functools import cache, partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.core.checkpointing import is_switched_on, switch_off, switch_on
 from lightning_elixir.core.compiled_modules import compiled_regions
@@ -39,9 +32,9 @@ from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.timeline import plan_use
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.hooks import Around, SavedTensors
-from lightning_elixir.runtime.kept_attention import keeping_attention
 from lightning_elixir.runtime.offloading import Offloader
 from lightning_elixir.runtime.phases import Phase
+from lightning_elixir.runtime.recomputing import Recomputed
 
 if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
@@ -50,7 +43,6 @@ log = logging.getLogger(__name__)
 
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")  # of transformers, by name; see `_is_cache`
 _SWITCH = "use_cache"  # for caches, also for states in the modules themselves (RecurrentGemma)
-_MOST_COPIED = 1 << 16
 
 
 class Activations:
@@ -97,7 +89,7 @@ class Activations:
         self._is_offloading = has_offloaded(plan.activations)
         self._unchunked = [p for p in self._engine.module.parameters() if self._engine.home_of(p) is None]
         self._limit_pool(plan)
-        return [(modules[b.name], partial(self._run, b.fate, modules[b.name])) for b in plan.activations]
+        return [(modules[b.name], partial(self._run, b.fate, Recomputed(modules[b.name]))) for b in plan.activations]
 
     @property
     def has_host_limit(self) -> bool:
@@ -185,8 +177,9 @@ class Activations:
     # A call of a block
 
     def _run(
-        self, fate: Fate, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, fate: Fate, block: Recomputed, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        module = block.module
         if not self._applies():
             if fate is not Fate.KEEP and not self._has_told and self._is_left_to_the_user():
                 self._has_told = True
@@ -205,7 +198,7 @@ class Activations:
         if fate.is_recomputed:
             self._engine.moved.recomputed_blocks += 1
             keeps_attention = fate is Fate.KEEP_ATTENTION and module not in self._compiled
-            run = partial(_recomputed, module, call, args, kwargs, keeps_attention=keeps_attention)
+            run = partial(block.run, call, args, kwargs, keeps_attention=keeps_attention)
         if fate.is_offloaded:
             run = partial(self.offloader.run, run)
         return run() if fate is Fate.KEEP else self._engine.forwards.run_block(run)
@@ -276,169 +269,3 @@ def _holds_nothing(cache: Any, layer: int) -> bool:
 def _is_cache(value: Any) -> bool:
     """Without a name, as GPT-2 of transformers 4 is given it, a cache is known by its method."""
     return hasattr(value, "get_seq_length")
-
-
-def _recomputed(
-    module: nn.Module,
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    keeps_attention: bool,
-) -> Any:
-    """Run a block under torch's checkpoint, with all tensors among its arguments as inputs of that."""
-    leaves, spec = tree_flatten((args, kwargs))
-    # One that comes twice is one again: attention looks whether queries, keys and values are the same tensor.
-    places: dict[int, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            places.setdefault(id(leaf), []).append(i)
-    tensors = [leaves[same[0]] for same in places.values()]
-    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    def run(*inputs: Tensor) -> Any:
-        filled = list(others)
-        for same, tensor in zip(places.values(), inputs, strict=True):
-            for place in same:
-                filled[place] = tensor
-        again_args, again_kwargs = tree_unflatten(filled, spec)
-        return call(*again_args, **again_kwargs)
-
-    # Else nothing is saved; and where a mode is on, torch does not take its fast paths for frozen layers in evaluation.
-    keeps_attention = keeps_attention and any(t.requires_grad for t in chain(tensors, module.parameters()))
-    contexts = partial(_contexts, list(_parts(module)), keeps_attention)
-    return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
-
-
-_Buffer = tuple[nn.Module, str, Tensor]
-"""The module that has it, its name there, and the tensor."""
-
-
-def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a block, at each of its calls: `modules()` would take longer than all else that is done there."""
-    waiting, seen = [module], set()
-    while waiting:
-        part = waiting.pop()
-        if id(part) not in seen:
-            seen.add(id(part))
-            waiting += [child for child in part._modules.values() if child is not None]
-            yield part
-
-
-_Context = AbstractContextManager[Any]
-
-
-def _contexts(parts: list[nn.Module], keeps_attention: bool) -> tuple[_Context, _Context]:
-    """Around the forward of a block, and around its recomputation.
-
-    Args:
-        parts: The modules of the block, before its forward.
-    """
-    buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items() if buffer is not None]
-    small = [(part, name, buffer.detach().clone()) for part, name, buffer in buffers if buffer.numel() <= _MOST_COPIED]
-    large = [(name, buffer, buffer._version) for _, name, buffer in buffers if buffer.numel() > _MOST_COPIED]
-    forward: _Context = _LargeBuffersStay(large) if large else nullcontext()
-    again: _Context = _ModulesAsBefore(parts)
-    if small:
-        again = _Both(again, _BuffersAsBefore(small))
-    if not keeps_attention:
-        return forward, again
-    keeping, replaying = keeping_attention()
-    return _Both(forward, keeping), _Both(again, replaying)
-
-
-class _Both:
-    """Two contexts, as often as they are entered.
-
-    Args:
-        outer: Entered first.
-        inner: Entered then.
-    """
-
-    def __init__(self, outer: _Context, inner: _Context) -> None:
-        self._outer, self._inner = outer, inner
-        self._entered = ExitStack()
-
-    def __enter__(self) -> None:
-        with ExitStack() as entering:
-            entering.enter_context(self._outer)
-            entering.enter_context(self._inner)
-            self._entered = entering.pop_all()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.__exit__(*error)
-
-
-class _LargeBuffersStay:
-    """Raises `PlanError` where a forward has written to one of these.
-
-    Args:
-        before: Name, buffer, and its version before.
-    """
-
-    def __init__(self, before: list[tuple[str, Tensor, int]]) -> None:
-        self._before = before
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        changed = [name for name, buffer, version in self._before if buffer._version != version]
-        if changed and kind is None:
-            raise PlanError(
-                f"activations: a block that is to be recomputed has written to its buffer {changed[0]} in forward, and"
-                " would do so once more: give that block 'keep' or 'offload'"
-            )
-
-
-class _ModulesAsBefore:
-    """Inside, modules are in the modes that they were in when this was made, and have the parameters of then.
-
-    Args:
-        parts: The modules.
-    """
-
-    def __init__(self, parts: list[nn.Module]) -> None:
-        self._before = [(part, part.training, dict(part._parameters)) for part in parts]
-        self._now: list[tuple[nn.Module, bool, dict[str, Any]]] = []
-
-    def __enter__(self) -> None:
-        for part, is_training, parameters in self._before:
-            # Compared one by one: `==` of tensors is another tensor.
-            others = {name: p for name, p in part._parameters.items() if p is not parameters.get(name, p)}
-            if others or part.training is not is_training:
-                self._now.append((part, part.training, others))
-                _set(part, is_training, {name: parameters[name] for name in others})
-
-    def __exit__(self, *error: object) -> None:
-        for part, is_training, parameters in self._now:
-            _set(part, is_training, parameters)
-        self._now = []
-
-
-def _set(part: nn.Module, is_training: bool, parameters: dict[str, Any]) -> None:
-    part.training = is_training
-    for name, parameter in parameters.items():  # one by one, as tables of TorchScript's modules take them
-        part._parameters[name] = parameter
-
-
-class _BuffersAsBefore:
-    """Inside, modules have copies of these buffers with their values of before, and the buffers stay as they are.
-
-    Args:
-        before: Modules, names, and values.
-    """
-
-    def __init__(self, before: list[_Buffer]) -> None:
-        self._before = before
-        self._now: list[Tensor | None] = []
-
-    def __enter__(self) -> None:
-        self._now = [part._buffers[name] for part, name, _ in self._before]
-        for part, name, value in self._before:
-            part._buffers[name] = value.clone()
-
-    def __exit__(self, *error: object) -> None:
-        for (part, name, _), buffer in zip(self._before, self._now, strict=True):
-            part._buffers[name] = buffer
-        self._now = []

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import gc
 import os
-import random
 import sys
 import threading
 import types
@@ -29,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_elixir.core.functions import held_by, parts_of
+from lightning_elixir.core.random_states import kinds_of_generators, state_of
 from lightning_elixir.strategy.users_code import is_installed, is_library, is_users_class, is_users_module
 
 # Those of the same methods. Of subclasses the first one that fits, whose own methods may count or refuse.
@@ -66,6 +66,7 @@ class PutBack:
         self._is_sure = True  # that what is added now is changed by this thread alone
         self._undo: list[Callable[[], object]] = []
         self._seen: dict[int, object] = {}  # kept alive: ids must stay theirs
+        self._generators = kinds_of_generators()
 
     def skip(self, value: object) -> None:
         """Have it as it is, with all that can be reached through it alone."""
@@ -106,7 +107,7 @@ class PutBack:
         if isinstance(value, type):
             if is_users_class(value) and depth < _DEEPEST:
                 self._add_class(value, depth)
-        elif isinstance(value, Tensor) or _is_array(value) or _is_generator(value):
+        elif isinstance(value, Tensor) or _is_array(value) or isinstance(value, self._generators):
             self._add_values(value)
         elif depth >= _DEEPEST:
             return
@@ -152,7 +153,7 @@ class PutBack:
         elif _is_array(value):
             self._add_array(value)
         else:
-            self._undo.append(_state_of(value))
+            self._undo.append(state_of(value))
 
     def _add_container(self, container: Any, base: Any, depth: int) -> None:
         """Its items, by the methods of the class `base`."""
@@ -294,22 +295,9 @@ def _may_change_things(thread: threading.Thread) -> bool:
     return thread is not threading.current_thread() and not is_harmless
 
 
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, (torch.Generator, random.Random)) or hasattr(type(value), "bit_generator")
-
-
 def _is_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")  # which need not be there
     return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def _state_of(generator: Any) -> Callable[[], object]:
-    """Puts back the state that a generator of random numbers has now."""
-    if isinstance(generator, torch.Generator):
-        return functools.partial(generator.set_state, generator.get_state())
-    if isinstance(generator, random.Random):
-        return functools.partial(generator.setstate, generator.getstate())
-    return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
 
 
 def _is_same(now: list[Any], before: list[Any], *, in_pairs: bool) -> bool:

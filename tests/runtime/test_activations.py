@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.activations import ActivationRequest, Fate, ModelBlock
 from lightning_elixir.profiling.blocks import blocks_of
-from lightning_elixir.runtime import offloading
+from lightning_elixir.runtime import offloading, recomputing
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.activations import FATES, PLACEMENTS, ROWS, WIDTH, Block, Pair, Stack, planned
 from tests.helpers.dist import run_ranks
@@ -205,6 +207,61 @@ def test_blocks_are_recomputed_as_they_were_called(fate: str, run: Callable[[Any
     pair.check()
     assert (pair.module.stats().recomputed_blocks > 0) == Fate(fate).is_recomputed
     assert all(part.training for part in model.modules())
+
+
+class _Drawing(nn.Module):
+    """Draws numbers that torch's checkpoint knows nothing of.
+
+    Args:
+        source: What from.
+    """
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.linear, self.source, self.num_calls = nn.Linear(WIDTH, WIDTH), source, 0
+        self.generators = {"torch": torch.Generator(), "own": random.Random(2), "default_rng": np.random.default_rng(2)}
+        self.own: Any = self.generators.get(source, np.random.RandomState(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return x + torch.tanh(self.linear(x)) * self.drawn(x.shape).to(x)
+
+    def drawn(self, shape: torch.Size) -> Tensor:
+        if self.source == "torch":
+            return torch.rand(shape, generator=self.own)
+        if self.source == "count":
+            return torch.tensor(self.num_calls % 3)
+        if self.source == "numpy" or (self.source == "numpy, later" and self.num_calls > 2):
+            return torch.from_numpy(np.random.standard_normal(shape))
+        if self.source in ("default_rng", "RandomState"):
+            return torch.from_numpy(self.own.normal(size=shape))
+        return torch.tensor((self.own if self.source == "own" else random).random())
+
+
+SOURCES = ["python", "numpy", "numpy, later", "torch", "own", "default_rng", "RandomState", "count"]
+
+
+@crossed(told=[f"recompute-{source}" for source in SOURCES], fate=["recompute", "recompute_offloaded"], source=SOURCES)
+def test_blocks_draw_and_count_once(fate: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(model: Any, x: Tensor) -> Tensor:
+        random.seed(3)
+        np.random.seed(3)
+        y: Tensor = model(x)
+        after.append((random.getstate(), np.random.get_state()[2]))
+        return y
+
+    after: list[tuple[Any, int]] = []
+    if source == "numpy, later":
+        monkeypatch.setattr(recomputing, "_LOOK_EVERY", 1)
+    seed_torch(0)
+    model = Stack(partial(_Drawing, source), depth=3)
+    pair = Pair(model, planned(model, fate))
+    for seed in range(4):
+        pair.step(seed, run=run)
+        assert (random.getstate(), np.random.get_state()[2]) == after[-1] == after[-2]
+    pair.check()
+    assert pair.module.stats().recomputed_blocks > 0
+    assert {part.num_calls for part in model.modules() if isinstance(part, _Drawing)} == {4}
 
 
 class _Counting(nn.Module):

@@ -1,0 +1,282 @@
+"""A block whose activations are recomputed computes, once more, what it has computed.
+
+Torch's checkpoint gives it autocast and torch's random states of its forward. Here it gets what that leaves out: the
+random states of Python and NumPy and of generators that its modules have; its buffers, up to `_MOST_COPIED` elements
+each, so that running statistics are updated once and spectral norms iterate from where they began; the parameters
+(`torch.func.functional_call`), modes (`train()`, `eval()`), numbers and words that its modules had then, which may be
+others when backward comes. What it counts, it counts once.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from lightning_elixir.core.random_states import (
+    capture_random_states,
+    kinds_of_generators,
+    restore_random_states,
+    state_of,
+)
+from lightning_elixir.errors import PlanError
+from lightning_elixir.runtime.kept_attention import keeping_attention
+
+_MOST_COPIED = 1 << 16
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_FIRST_CALLS = 2
+_LOOK_EVERY = 64
+_HOST = torch.device("cpu")
+
+_Context = AbstractContextManager[Any]
+_PutBack = Callable[[], object]
+
+
+class Recomputed:
+    """A block, as it is recomputed.
+
+    Which generators and numbers its modules have, and whether it draws from Python's or NumPy's, is looked for in its
+    first calls and in each `_LOOK_EVERY`-th: their states are 5 KB, which take longer than all else that is done there.
+
+    Args:
+        module: The block.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._num_calls = 0
+        self._plain: list[tuple[nn.Module, list[str]]] = []  # names of what is neither tensor nor module
+        self._generators: list[Any] = []
+        self._draws = False  # from Python's or NumPy's
+
+    def run(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, keeps_attention: bool
+    ) -> Any:
+        """Call it under torch's checkpoint, with all tensors among its arguments as inputs of that."""
+        leaves, spec = tree_flatten((args, kwargs))
+        # One that comes twice is one again: attention looks whether queries, keys and values are the same tensor.
+        places: dict[int, list[int]] = {}
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                places.setdefault(id(leaf), []).append(i)
+        tensors = [leaves[same[0]] for same in places.values()]
+        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+        def run(*inputs: Tensor) -> Any:
+            filled = list(others)
+            for same, tensor in zip(places.values(), inputs, strict=True):
+                for place in same:
+                    filled[place] = tensor
+            again_args, again_kwargs = tree_unflatten(filled, spec)
+            return call(*again_args, **again_kwargs)
+
+        # Else nothing is saved; and where a mode is on, torch does not take its fast paths for frozen layers in
+        # evaluation.
+        keeps_attention = keeps_attention and any(t.requires_grad for t in chain(tensors, self.module.parameters()))
+        contexts = partial(self._contexts, keeps_attention)
+        return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
+
+    def _contexts(self, keeps_attention: bool) -> tuple[_Context, _Context]:
+        """Around a forward that is about to begin, and around its recomputation."""
+        parts = list(_parts(self.module))
+        is_looking = self._num_calls < _FIRST_CALLS or self._num_calls % _LOOK_EVERY == 0
+        self._num_calls += 1
+        if is_looking:
+            self._look_at(parts)
+        buffers = [(part, name, b) for part in parts for name, b in part._buffers.items() if b is not None]
+        small = [(part, name, b.detach().clone()) for part, name, b in buffers if b.numel() <= _MOST_COPIED]
+        large = [(name, b, b._version) for _, name, b in buffers if b.numel() > _MOST_COPIED]
+        forward: list[_Context] = [_LargeBuffersStay(large)] if large else []
+        again: list[_Context] = [_ModulesAsBefore(parts, self._plain)]
+        if self._generators or self._draws or is_looking:
+            numbers = _RandomNumbersAsBefore(self._generators, has_common=self._draws or is_looking)
+            again.append(numbers)
+            if not self._draws and is_looking:
+                forward.append(_Drawing(numbers, self._note_drawing))
+        if small:
+            again.append(_BuffersAsBefore(small))
+        if keeps_attention:
+            keeping, replaying = keeping_attention()
+            forward.append(keeping)
+            again.append(replaying)
+        return _All(forward), _All(again)
+
+    def _look_at(self, parts: list[nn.Module]) -> None:
+        kinds = frozenset(kinds_of_generators())
+        self._plain = [(part, [n for n, value in vars(part).items() if type(value) in _PLAIN]) for part in parts]
+        self._generators = list({id(v): v for part in parts for v in vars(part).values() if type(v) in kinds}.values())
+
+    def _note_drawing(self) -> None:
+        self._draws = True
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a block, at each of its calls: `modules()` would take longer than all else that is done there."""
+    waiting, seen = [module], set()
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in seen:
+            seen.add(id(part))
+            waiting += [child for child in part._modules.values() if child is not None]
+            yield part
+
+
+class _All:
+    """Contexts, as often as they are entered, the first one outside."""
+
+    def __init__(self, contexts: list[_Context]) -> None:
+        self._contexts = contexts
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as entering:
+            for one in self._contexts:
+                entering.enter_context(one)
+            self._entered = entering.pop_all()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.__exit__(*error)
+
+
+class _LargeBuffersStay:
+    """Raises `PlanError` where a forward has written to one of these.
+
+    Args:
+        before: Name, buffer, and its version before.
+    """
+
+    def __init__(self, before: list[tuple[str, Tensor, int]]) -> None:
+        self._before = before
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        changed = [name for name, buffer, version in self._before if buffer._version != version]
+        if changed and kind is None:
+            raise PlanError(
+                f"activations: a block that is to be recomputed has written to its buffer {changed[0]} in forward, and"
+                " would do so once more: give that block 'keep' or 'offload'"
+            )
+
+
+class _ModulesAsBefore:
+    """Inside, modules have the parameters, the modes, and the numbers and words that they had when this was made.
+
+    Args:
+        parts: The modules.
+        plain: Names of those numbers and words, in some of them.
+    """
+
+    def __init__(self, parts: list[nn.Module], plain: list[tuple[nn.Module, list[str]]]) -> None:
+        self._before = [(part, part.training, dict(part._parameters)) for part in parts]
+        self._plain = [(own, {n: own[n] for n in names if n in own}) for own, names in ((vars(p), n) for p, n in plain)]
+        self._now: list[Callable[[], None]] = []
+
+    def __enter__(self) -> None:
+        for part, is_training, parameters in self._before:
+            # Compared one by one: `==` of tensors is another tensor.
+            others = {name: p for name, p in part._parameters.items() if p is not parameters.get(name, p)}
+            if others or part.training is not is_training:
+                self._now.append(partial(_set, part, part.training, others))
+                _set(part, is_training, {name: parameters[name] for name in others})
+        for own, before in self._plain:
+            changed = {name: own[name] for name, value in before.items() if own.get(name, value) is not value}
+            if changed:
+                self._now.append(partial(own.update, changed))
+                own.update({name: before[name] for name in changed})
+
+    def __exit__(self, *error: object) -> None:
+        for put_back in self._now:
+            put_back()
+        self._now = []
+
+
+def _set(part: nn.Module, is_training: bool, parameters: dict[str, Any]) -> None:
+    part.training = is_training
+    for name, parameter in parameters.items():  # one by one, as tables of TorchScript's modules take them
+        part._parameters[name] = parameter
+
+
+class _RandomNumbersAsBefore:
+    """Inside, generators are in the states that they were in when this was made.
+
+    Args:
+        generators: Of the modules.
+        has_common: Also Python's and NumPy's own.
+    """
+
+    def __init__(self, generators: list[Any], *, has_common: bool) -> None:
+        self._generators = generators
+        self.common = _common_states() if has_common else {}
+        self._before = [state_of(one) for one in generators]
+        self._now: list[_PutBack] = []
+
+    def __enter__(self) -> None:
+        self._now = [state_of(one) for one in self._generators]
+        if self.common:
+            self._now.append(partial(restore_random_states, _common_states(), _HOST))
+        restore_random_states(self.common, _HOST)
+        for put_back in self._before:
+            put_back()
+
+    def __exit__(self, *error: object) -> None:
+        for put_back in self._now:
+            put_back()
+        self._now = []
+
+
+def _common_states() -> dict[str, Any]:
+    return {kind: state for kind, state in capture_random_states(_HOST).items() if kind != "torch"}
+
+
+class _Drawing:
+    """Around a forward: notes whether it draws from the generators that all share; if not, its recomputation leaves
+    them alone.
+
+    Args:
+        numbers: Around the recomputation.
+        note: Is told.
+    """
+
+    def __init__(self, numbers: _RandomNumbersAsBefore, note: _PutBack) -> None:
+        self._numbers, self._note = numbers, note
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *error: object) -> None:
+        if pickle.dumps(_common_states()) == pickle.dumps(self._numbers.common):
+            self._numbers.common = {}
+        else:
+            self._note()
+
+
+class _BuffersAsBefore:
+    """Inside, modules have copies of these buffers with their values of before, and the buffers stay as they are.
+
+    Args:
+        before: Modules, names, and values.
+    """
+
+    def __init__(self, before: list[tuple[nn.Module, str, Tensor]]) -> None:
+        self._before = before
+        self._now: list[Tensor | None] = []
+
+    def __enter__(self) -> None:
+        self._now = [part._buffers[name] for part, name, _ in self._before]
+        for part, name, value in self._before:
+            part._buffers[name] = value.clone()
+
+    def __exit__(self, *error: object) -> None:
+        for (part, name, _), buffer in zip(self._before, self._now, strict=True):
+            part._buffers[name] = buffer
+        self._now = []
