@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def capture_random_states(device: torch.device) -> dict[str, Any]:
@@ -38,6 +39,13 @@ def kinds_of_generators() -> tuple[type, ...]:
     numpy = sys.modules.get("numpy")
     kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
     return torch.Generator, random.Random, *kinds
+
+
+def generators_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Such objects that are attributes of modules, each once."""
+    kinds = frozenset(kinds_of_generators())
+    found = {id(value): value for module in modules for value in vars(module).values() if type(value) in kinds}
+    return list(found.values())
 
 
 def state_of(generator: Any) -> Callable[[], object]:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.core.random_states import (
     capture_random_states,
-    kinds_of_generators,
+    generators_of,
     restore_random_states,
     state_of,
 )
@@ -110,9 +110,8 @@ class Recomputed:
         return _All(forward), _All(again)
 
     def _look_at(self, parts: list[nn.Module]) -> None:
-        kinds = frozenset(kinds_of_generators())
         self._plain = [(part, [n for n, value in vars(part).items() if type(value) in _PLAIN]) for part in parts]
-        self._generators = list({id(v): v for part in parts for v in vars(part).values() if type(v) in kinds}.values())
+        self._generators = generators_of(parts)
 
     def _note_drawing(self) -> None:
         self._draws = True

@@ -1,11 +1,11 @@
 """A training step that the device has no memory for runs once more, as if it had not run before.
 
 [Note: a step that runs twice] Forward and backward are functions of the batch, the parameters, the random generators
-and the running statistics. Parameters do not change in them, the other two are put back, and so the second run gives
-the bits of an undisturbed first one. What cannot be put back stops the run with an error instead: gradients of earlier
-micro-batches that a failed backward has mixed with its own, a batch that came from an iterator, and buffers that the
-model itself has changed. Values given to `self.log` are counted once; only what the user's code counts by itself sees
-the batch twice.
+(also those that modules have as attributes) and the running statistics. Parameters do not change in them, the other two
+are put back, and so the second run gives the bits of an undisturbed first one. What cannot be put back stops the run
+with an error instead: gradients of earlier micro-batches that a failed backward has mixed with its own, a batch that
+came from an iterator, and buffers that the model itself has changed. Values given to `self.log` are counted once; only
+what the user's code counts by itself sees the batch twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_elixir.core.random_states import capture_random_states, restore_random_states
+from lightning_elixir.core.random_states import (
+    capture_random_states,
+    generators_of,
+    restore_random_states,
+    state_of,
+)
 from lightning_elixir.errors import CapacityError, StateError
 from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.runtime.engine import Engine
@@ -46,6 +51,8 @@ class _Before:
     """What a step may change beside gradients, as it was before."""
 
     random_states: dict[str, Any]
+    generators: list[Callable[[], object]]
+    """Put back the states of those that modules have of their own."""
     statistics: list[Tensor]
     versions: list[tuple[str, int, int]]
     logged: dict[str, dict[str, Any]]
@@ -87,6 +94,7 @@ class RepeatableStep:
         others = [(name, m) for name, m in modules if not getattr(m, "track_running_stats", False)]
         self._with_buffers = [(name, m) for name, m in others if m._buffers]
         self._metrics = [m for m in module.modules() if isinstance(m, Metric)]
+        self._generators = generators_of(module.modules())
         self._kept: list[Tensor] = []
         self._before: _Before | None = None
         self._forward: Callable[[], Any] | None = None
@@ -187,6 +195,7 @@ class RepeatableStep:
         _copy_all(statistics, self._kept)
         return _Before(
             capture_random_states(self._device),
+            [state_of(generator) for generator in self._generators],
             statistics,
             self._versions(),
             self._take_logged(),
@@ -274,6 +283,8 @@ class RepeatableStep:
 
     def _put_back(self, before: _Before, *, is_forward: bool) -> None:
         restore_random_states(before.random_states, self._device)
+        for put_back in before.generators:
+            put_back()
         with torch.no_grad():
             for buffer, kept in zip(before.statistics, self._kept, strict=True):
                 buffer.copy_(kept)

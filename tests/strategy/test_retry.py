@@ -87,6 +87,23 @@ def test_running_statistics_see_a_batch_once(phase: str) -> None:
     assert model.layers[1].norm.num_batches_tracked.item() == 8
 
 
+class TightNoisyNet(TightNet):
+    """Draws from a generator of its own."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.noise = torch.Generator().manual_seed(4)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        noisy = batch[0] + 0.1 * torch.rand(batch[0].shape, generator=self.noise)
+        return super().training_step([noisy, *batch[1:]], batch_idx)
+
+
+@pytest.mark.parametrize("phase", telling(["forward", "backward"], "backward"))
+def test_generators_of_modules_are_drawn_from_once(phase: str) -> None:
+    _fit_tight(phase, (0, 3), TightNoisyNet)
+
+
 @crossed(told=["backward-(3, 3)"], phase=["forward", "backward"], batches=[(0, 0), (3, 3)])
 def test_a_second_failure_is_an_error_with_a_cure(phase: str, batches: tuple[int, ...]) -> None:
     with pytest.raises(CapacityError, match=f"in {phase} again .*lower gpu_memory_limit") as caught:
