@@ -3,13 +3,14 @@
 Torch's checkpoint gives it autocast and torch's random states of its forward. Here it gets what that leaves out: the
 random states of Python and NumPy and of generators that its modules have; its buffers, up to `_MOST_COPIED` elements
 each, so that running statistics are updated once and spectral norms iterate from where they began; the parameters
-(`torch.func.functional_call`), modes (`train()`, `eval()`), numbers and words that its modules had then, which may be
-others when backward comes. What it counts, it counts once.
+(`torch.func.functional_call`), modes (`train()`, `eval()`), numbers, words, lists and dicts that its modules had then,
+which may be others when backward comes. What it counts, it counts once, and what it adds to a list is there once.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.core.random_states import (
@@ -31,7 +32,12 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.runtime.kept_attention import keeping_attention
 
 _MOST_COPIED = 1 << 16
-_PLAIN = frozenset({bool, int, float, str, type(None)})
+_PLAIN = (bool, int, float, str, type(None))
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque)
+_MOST_ITEMS = 10_000
+_VALUES = (Tensor, *_PLAIN, *_CONTAINERS)
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
+_NOTHING = object()
 _FIRST_CALLS = 2
 _LOOK_EVERY = 64
 _HOST = torch.device("cpu")
@@ -43,8 +49,8 @@ _PutBack = Callable[[], object]
 class Recomputed:
     """A block, as it is recomputed.
 
-    Which generators and numbers its modules have, and whether it draws from Python's or NumPy's, is looked for in its
-    first calls and in each `_LOOK_EVERY`-th: their states are 5 KB, which take longer than all else that is done there.
+    Which generators, numbers and lists its modules have, and whether it draws from Python's or NumPy's, is looked for
+    in its first calls and in each `_LOOK_EVERY`-th: those states are 5 KB, which take longer than all else here.
 
     Args:
         module: The block.
@@ -53,7 +59,7 @@ class Recomputed:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._num_calls = 0
-        self._plain: list[tuple[nn.Module, list[str]]] = []  # names of what is neither tensor nor module
+        self._own: list[tuple[nn.Module, list[str]]] = []  # names of what is neither tensor nor module
         self._generators: list[Any] = []
         self._draws = False  # from Python's or NumPy's
 
@@ -95,7 +101,7 @@ class Recomputed:
         small = [(part, name, b.detach().clone()) for part, name, b in buffers if b.numel() <= _MOST_COPIED]
         large = [(name, b, b._version) for _, name, b in buffers if b.numel() > _MOST_COPIED]
         forward: list[_Context] = [_LargeBuffersStay(large)] if large else []
-        again: list[_Context] = [_ModulesAsBefore(parts, self._plain)]
+        again: list[_Context] = [_ModulesAsBefore(parts, self._own)]
         if self._generators or self._draws or is_looking:
             numbers = _RandomNumbersAsBefore(self._generators, has_common=self._draws or is_looking)
             again.append(numbers)
@@ -110,7 +116,9 @@ class Recomputed:
         return _All(forward), _All(again)
 
     def _look_at(self, parts: list[nn.Module]) -> None:
-        self._plain = [(part, [n for n, value in vars(part).items() if type(value) in _PLAIN]) for part in parts]
+        kinds = (*_PLAIN, *_CONTAINERS)
+        own = ((p, [n for n, v in vars(p).items() if type(v) in kinds and n not in _OF_ALL_MODULES]) for p in parts)
+        self._own = [(part, names) for part, names in own if names]
         self._generators = generators_of(parts)
 
     def _note_drawing(self) -> None:
@@ -168,41 +176,55 @@ class _LargeBuffersStay:
 
 
 class _ModulesAsBefore:
-    """Inside, modules have the parameters, the modes, and the numbers and words that they had when this was made.
+    """Inside, modules have the parameters and modes that they had when this was made, and what of them is neither
+    tensor nor module; what they come to have inside goes again.
 
     Args:
         parts: The modules.
-        plain: Names of those numbers and words, in some of them.
+        own: Names of numbers, words, lists and the like, in some of them.
     """
 
-    def __init__(self, parts: list[nn.Module], plain: list[tuple[nn.Module, list[str]]]) -> None:
+    def __init__(self, parts: list[nn.Module], own: list[tuple[nn.Module, list[str]]]) -> None:
         self._before = [(part, part.training, dict(part._parameters)) for part in parts]
-        self._plain = [(own, {n: own[n] for n in names if n in own}) for own, names in ((vars(p), n) for p, n in plain)]
-        self._now: list[Callable[[], None]] = []
+        self._own = [
+            (has, {n: _copied(has[n]) for n in names if n in has}) for has, names in ((vars(p), n) for p, n in own)
+        ]
+        self._now: list[tuple[nn.Module, bool, dict[str, Any], dict[str, Any]]] = []
 
     def __enter__(self) -> None:
         for part, is_training, parameters in self._before:
-            # Compared one by one: `==` of tensors is another tensor.
-            others = {name: p for name, p in part._parameters.items() if p is not parameters.get(name, p)}
-            if others or part.training is not is_training:
-                self._now.append(partial(_set, part, part.training, others))
-                _set(part, is_training, {name: parameters[name] for name in others})
-        for own, before in self._plain:
-            changed = {name: own[name] for name, value in before.items() if own.get(name, value) is not value}
-            if changed:
-                self._now.append(partial(own.update, changed))
-                own.update({name: before[name] for name in changed})
+            self._now.append((part, part.training, dict(part._parameters), dict(vars(part))))
+            _set(part, is_training, parameters)
+        for has, before in self._own:
+            has.update({name: _copied(value) for name, value in before.items()})
 
     def __exit__(self, *error: object) -> None:
-        for put_back in self._now:
-            put_back()
+        for part, is_training, parameters, now in self._now:
+            has = vars(part)
+            # Functions stay: hooks may have come.
+            changed = [n for n, v in has.items() if v is not now.get(n, _NOTHING) and isinstance(v, _VALUES)]
+            for name in changed:
+                if name in now:
+                    has[name] = now[name]
+                else:
+                    del has[name]
+            _set(part, is_training, parameters)
         self._now = []
 
 
 def _set(part: nn.Module, is_training: bool, parameters: dict[str, Any]) -> None:
-    part.training = is_training
+    if part.training is not is_training:
+        part.training = is_training
     for name, parameter in parameters.items():  # one by one, as tables of TorchScript's modules take them
-        part._parameters[name] = parameter
+        if part._parameters.get(name, parameter) is not parameter:  # `==` of tensors is another tensor
+            part._parameters[name] = parameter
+
+
+def _copied(value: Any) -> Any:
+    """Containers as they are now, with the same things in them."""
+    if type(value) not in _CONTAINERS or len(value) > _MOST_ITEMS:
+        return value
+    return tree_map(lambda inner: inner.copy() if type(inner) is set else inner, value)
 
 
 class _RandomNumbersAsBefore:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -262,6 +263,44 @@ def test_blocks_draw_and_count_once(fate: str, source: str, monkeypatch: pytest.
     pair.check()
     assert pair.module.stats().recomputed_blocks > 0
     assert {part.num_calls for part in model.modules() if isinstance(part, _Drawing)} == {4}
+
+
+class _Collecting(nn.Module):
+    """Keeps things in lists and the like, and computes with how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.means, self.names = nn.Linear(WIDTH, WIDTH), list[Tensor](), set[str]()
+        self.sizes: defaultdict[str, list[int]] = defaultdict(list)
+        self.cached: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        if self.cached is None:
+            self.cached = y.detach().mean()
+        self.means.append(y.detach().mean())
+        self.names.add(f"call {len(self.means)}")
+        self.sizes["rows"].append(len(x))
+        self.last = y.detach()
+        return x + y * len(self.means) / len(self.sizes["rows"]) ** 2 + self.cached / len(self.names)
+
+
+@pytest.mark.parametrize("fate", telling(["recompute", "recompute_offloaded"], "recompute"))
+def test_what_blocks_keep_is_kept_once(fate: str) -> None:
+    seed_torch(0)
+    model = Stack(_Collecting, depth=3)
+    pair = Pair(model, planned(model, fate))
+    for seed in range(3):
+        pair.step(seed)
+    pair.check()
+    kept, expected = ([m for m in one.modules() if isinstance(m, _Collecting)] for one in (model, pair.plain))
+    for one, other in zip(kept, expected, strict=True):
+        assert torch.equal(torch.stack(one.means), torch.stack(other.means))
+        assert (one.names, one.sizes) == (other.names, other.sizes)
+        assert torch.equal(one.last, other.last)
+        assert one.cached is not None
+        assert other.cached is not None
+        assert torch.equal(one.cached, other.cached)
 
 
 class _Counting(nn.Module):
