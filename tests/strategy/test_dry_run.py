@@ -713,7 +713,7 @@ class FollowsAnAverage(Net):
 
 
 @pytest.mark.parametrize(
-    ("make", "name"), [(ScalesWeights, r"layers\.\d\.up\.weight"), full(FollowsAnAverage, r"teacher\.0\.norm\.weight")]
+    ("make", "name"), [(ScalesWeights, r"layers\.\d\.up\.weight"), full(FollowsAnAverage, r"teacher\.0\.up\.weight")]
 )
 def test_writes_in_the_step_that_would_be_lost_are_an_error(make: type[Net], name: str) -> None:
     with pytest.raises(StateError, match=rf"written inside forward: .*{name}.*move the write") as raised:
