@@ -61,7 +61,7 @@ DEFERRED = {
     "core/signals.py": {"start"},
     "core/worker.py": {"_Pool._help_to_end", "_Pool._help_to_begin", "_Pool.cancel", "_end"},
     "runtime/backwards.py": {"Backwards.need"},
-    "runtime/engine.py": {"Engine.prepare_meeting", "Engine.replan"},
+    "runtime/engine.py": {"Engine.come_to_message", "Engine.prepare_meeting", "Engine.replan"},
     "runtime/forwards.py": {f"Forwards.{name}" for name in ("__init__", "enter_module", "exit_module")},
     "runtime/hooks.py": {"_grad_hook"},
     "runtime/offloading.py": {"Offloader._settle", "Offloader.pack", "Offloader.unpack"},

@@ -5,7 +5,8 @@ needs, and every rank joins the all-gather of every chunk that any rank needs, k
 whose next gradients are complete tells how far it is in the common order, and what all have ready is reduced. A rank
 that has come to the end of its forward, its backward, or to any other collective operation of the engine waits there
 and serves the others until all have arrived (at the end of backward it has all gradients it will have, so it is ready
-for any). So ranks may take different branches, route to different experts, or evict differently after such a
+for any). One that has no more batches to predict serves those that have (Lightning pads none, so they have one
+more). So ranks may take different branches, route to different experts, or evict differently after such a
 divergence; nothing can hang and no two ranks can mix different chunks in one collective. On GPUs it also matters that
 no rank launches a collective whose peer may be waiting for this rank's host: a kernel that waits for a peer can block
 the host in its next memory allocation (seen with two GPUs and a model that branches). What may not differ is the
@@ -18,6 +19,11 @@ the latter the device stood still for a whole fetch, wherever what had been fetc
 streams do not: on a GPU the host runs ahead of the device. Running statistics (BatchNorm) are rank 0's, as
 in DDP: shared before the next forward after one with gradients. A replica of which any rank keeps an alias stays over
 the step, and is refilled by all ranks.
+
+Inside a forward users send messages of their own, too: `self.log(..., sync_dist=True)`, `self.all_gather`. A rank that
+waited in one would serve none, and the others may need chunks before they come to it. So before each message that
+goes through the strategy ranks meet (`Engine.come_to_message`). Those that go past it (`torch.distributed`, groups
+of the user's own) need ranks that use the same layers before them.
 
 Outside of forward and backward, users read and write parameters, and run collectives in between of which the engine is
 not told: their own, and Lightning's before each batch. A rank that waited for a chunk which another still has would
@@ -72,6 +78,8 @@ class Meeting(enum.IntEnum):
     MEMORY_LIMIT = 24
     OPTIMIZER_MODE = 25
     OPTIMIZER_STATE = 26
+    MESSAGE = 27
+    NO_MORE_FORWARDS = 28
 
     @property
     def call(self) -> Call:
@@ -130,6 +138,8 @@ _CALLS = {
     Meeting.LOAD_CHECKPOINT: _call("load_checkpoint()"),
     Meeting.LOAD_OPTIMIZER_CHECKPOINT: _call("load_checkpoint(), of the optimizer"),
     Meeting.MEMORY_LIMIT: _call("set_memory_limit()"),
+    Meeting.MESSAGE: _of_batch("a message between all ranks"),
+    Meeting.NO_MORE_FORWARDS: _call("the end of a prediction", is_routine=True),
     Meeting.DISSOLVE: _call("the end of an engine, whose parameters become plain ones", is_routine=True),
 }
 _NOT_OF_STATES = {
@@ -139,7 +149,11 @@ _NOT_OF_STATES = {
     Meeting.GRAD_NORM,
     Meeting.CLIP_GRAD_NORM,
     Meeting.OVERFLOWS,
+    Meeting.MESSAGE,
+    Meeting.NO_MORE_FORWARDS,
 }
+_ENDS = {Meeting.FORWARD_END, Meeting.NO_MORE_FORWARDS}
+"""Of a forward: some ranks have more of them than others, in a prediction."""
 
 
 class RankWork(Protocol):
@@ -200,8 +214,11 @@ class Agreement:
         """Further gradients are complete: reduce those that all ranks have."""
         self._serve(self._comm.exchange([Meeting.READY, self._work.num_ready], Meeting.READY.call), ())
 
-    def meet(self, meeting: Meeting, payload: Sequence[int] = ()) -> list[list[int]]:
+    def meet(self, meeting: Meeting, payload: Sequence[int] = (), call: Call | None = None) -> list[list[int]]:
         """Wait here, serving the others, until all ranks have come to `meeting`.
+
+        Args:
+            call: What comes to it, in words; None: what always does.
 
         Returns:
             Every rank's payload, in rank order.
@@ -210,13 +227,14 @@ class Agreement:
             DivergenceError: If a rank has come to another meeting.
             PeerLostError: If one is gone.
         """
+        call = meeting.call if call is None else call._replace(family=_FAMILY, is_of_batch=meeting.call.is_of_batch)
         while True:
-            rows = self._comm.exchange([meeting, *payload], meeting.call)
-            kinds = [Meeting(row[0]) for row in rows]
-            if all(kind is meeting for kind in kinds):
+            rows = self._comm.exchange([meeting, *payload], call)
+            kinds = {Meeting(row[0]) for row in rows}
+            if kinds == {meeting} or (meeting is Meeting.FORWARD_END and kinds == _ENDS):
                 return [row[1:] for row in rows]
             if not self._goes_on(rows):
-                raise self._comm.diverged(meeting.call)
+                raise self._comm.diverged(call)
             self._serve(rows, ())
 
     def meet_along(self, axis: int, peers: Sequence[int], message: Sequence[int]) -> list[list[int]]:
@@ -244,9 +262,11 @@ class Agreement:
                 raise self._comm.diverged(call)
 
     def _goes_on(self, rows: Sequence[Sequence[int]]) -> bool:
-        """Whether some rank goes on after this message, though the ranks have not come to one point: it is served, or
-        it and all its peers have come to an exchange of theirs."""
+        """Whether some rank goes on after this message, though the ranks have not come to one point: it is served, it
+        and all its peers have come to an exchange of theirs, or the others have no more forwards."""
         if any(row[0] in (Meeting.WANT, Meeting.READY) for row in rows):
+            return True
+        if {row[0] for row in rows} == _ENDS:
             return True
         waiting = {rank: row[2] for rank, row in enumerate(rows) if row[0] == Meeting.PATTERN}
         return any(

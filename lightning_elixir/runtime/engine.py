@@ -17,6 +17,7 @@ from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device, beside_dispatch_modes, release_cached_memory
 from lightning_elixir.core.host_memory import HostMemory
 from lightning_elixir.core.signals import deferred
+from lightning_elixir.core.waits import Call
 from lightning_elixir.errors import ElixirError, PlanError, StateError, StorageError
 from lightning_elixir.patterns.apply import bind_peers, pattern_forwards
 from lightning_elixir.patterns.cuts import cuts_of
@@ -394,6 +395,39 @@ class Engine:
                     self.reducer.withdraw()
                 self.synchronize()
             yield self.active.agreement.meet(meeting, payload) if self.comm.world_size > 1 else [list(payload)]
+
+    def come_to_message(self, call: Call) -> None:
+        """A message between all ranks comes next, of which the engine knows no more. Inside forward and backward wait
+        until all have come to it, serving those that need chunks before.
+
+        Args:
+            call: Which message, for errors.
+
+        Raises:
+            DivergenceError: Another rank comes to something else.
+            PeerLostError: If one is gone.
+        """
+        if self.is_computing and self.active.needs_agreement and self.turn.is_mine():
+            with deferred(), self.telling():
+                self.active.agreement.meet(Meeting.MESSAGE, call=call)
+
+    def end_forwards(self) -> None:
+        """This rank has no more batches to predict: serve those that have, until none has. Collective.
+
+        Raises:
+            DivergenceError: Another rank comes to something else than batches and their end.
+            PeerLostError: If one is gone.
+        """
+        with self.telling():
+            self.forwards.end()
+        if self.needs_meetings:
+            with self.meeting(Meeting.NO_MORE_FORWARDS):
+                pass
+
+    @property
+    def needs_meetings(self) -> bool:
+        """Whether ranks meet in forwards; the same on all."""
+        return self.active.needs_agreement or self.wire.meets_in_forwards
 
     def prepare_meeting(self, meeting: Meeting) -> None:
         """Bring what users wrote to where the meeting's call finds it.

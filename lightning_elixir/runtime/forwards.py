@@ -288,6 +288,12 @@ class Forwards:
             engine.tell_of(error)
             raise
 
+    def end(self) -> None:
+        """This rank has no more forwards: do what the others do before their next one. Collective."""
+        if self._has_own_statistics:
+            self._has_own_statistics = False
+            self._share_statistics()
+
     def _share_statistics(self) -> None:
         """Running statistics as DDP has them: those of rank 0, after a forward with gradients that changed them."""
         self._engine.active.agreement.meet(Meeting.BUFFERS)
@@ -317,7 +323,7 @@ class Forwards:
             engine.interception.check_unwritten("forward")
         else:  # the versions are those of an earlier region
             engine.interception.check_bound("forward")
-        if engine.active.needs_agreement or engine.wire.meets_in_forwards:
+        if engine.needs_meetings:
             with engine.iterations.sampler.waiting():
                 engine.active.agreement.meet(Meeting.FORWARD_END)
         engine.iterations.end_forward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -80,6 +80,7 @@ from lightning_elixir.strategy.run_report import RunReport
 from lightning_elixir.strategy.several_optimizers import check_disjoint
 from lightning_elixir.strategy.sharded_checkpoints import SavesOnException, sees_saves
 from lightning_elixir.strategy.shared_plans import Planner
+from lightning_elixir.strategy.uneven_prediction import UnevenPrediction
 from lightning_elixir.strategy.warm_up import move_to_smallest
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
@@ -247,6 +248,8 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
                 self._in_place.enter_context(on_exception.guarding(callback))
             if isinstance(callback, ModelCheckpoint) and self._config.async_save:
                 self._in_place.enter_context(sees_saves(callback, self._sharded))
+        if trainer.state.fn == TrainerFn.PREDICTING:
+            self._in_place.enter_context(UnevenPrediction(trainer, self._end_prediction).installed())
         if is_training:
             self._in_place.enter_context(frequent_switches())
             self._in_place.enter_context(GracefulStop(trainer, self._comm).installed())
@@ -430,6 +433,9 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
             return step.forward(lambda: run(*args, **kwargs), (*args, *kwargs.values()))
         finally:
             step.forget()
+
+    def _end_prediction(self) -> None:
+        self._engine.engine.end_forwards()
 
     def _leave_more_to_evaluation(self) -> bool:
         """Move to the smallest plan, if the one in force is only a guess. Returns whether there is more room."""
@@ -787,3 +793,9 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     @override
     def _engine(self) -> ElixirModule:
         return self._handle.engine
+
+    @property
+    @override
+    def _engines(self) -> Sequence[ElixirModule]:
+        handle = EngineHandle.of(self.lightning_module)
+        return [] if handle is None else [handle.engine]

@@ -24,6 +24,7 @@ from lightning_elixir.core.garbage import no_collections
 from lightning_elixir.core.threads import ThreadPlan, frequent_switches, thread_plan
 from lightning_elixir.core.threads import apply as apply_threads
 from lightning_elixir.core.together import hear, run_together
+from lightning_elixir.core.waits import Call
 from lightning_elixir.errors import PlanError
 from lightning_elixir.fused import fuse
 from lightning_elixir.memory_limits import MemoryLimits
@@ -108,6 +109,15 @@ class EngineStrategy(StrategyOptions, ABC):
     @abstractmethod
     def _engine(self) -> ElixirModule:
         """The engine that users look at."""
+
+    @property
+    @abstractmethod
+    def _engines(self) -> Sequence[ElixirModule]:
+        """All that there are, in the same order on all ranks."""
+
+    def _come_to(self, call: Call) -> None:
+        for module in self._engines:
+            module.engine.come_to_message(call)
 
     # Processes
 

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -541,6 +541,11 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
     @override
     def _engine(self) -> ElixirModule:
         return self._only_run.engine
+
+    @property
+    @override
+    def _engines(self) -> Sequence[ElixirModule]:
+        return [run.engine for run in self._runs]
 
     @override
     def _gradient_scale(self) -> float:

@@ -237,10 +237,15 @@ class Processes:
 
     # Messages between the ranks, as the rest of Lightning asks for them
 
+    def _come_to(self, call: Call) -> None:
+        """Called before each message of all ranks."""
+
     def barrier(self, name: str | None = None) -> None:
+        self._come_to(_BARRIER)
         self._comm.exchange((), _BARRIER)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
+        self._come_to(_BROADCAST)
         answers: list[T] = self._comm.exchange_objects(obj if self._comm.rank == src else None, _BROADCAST)
         return answers[src if self._comm.world_size > 1 else 0]
 
@@ -249,12 +254,14 @@ class Processes:
             return tensor
         if not is_default_group(group):
             return reduce_tensor(tensor, group, reduce_op=reduce_op)
+        self._come_to(_REDUCE)
         return self._comm.all_reduce(tensor, reduce_op, _REDUCE)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         gather: Callable[..., Tensor] = super().all_gather  # type: ignore[misc]  # the strategy's
         if not is_default_group(group):
             return gather(tensor, group, sync_grads)
+        self._come_to(_ALL_GATHER)
         with self._comm.lent(_ALL_GATHER) as ours:
             return gather(tensor, ours, sync_grads)
 

@@ -24,6 +24,7 @@ from tests.helpers.tiers import full, telling
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
+    Block,
     LateNet,
     Net,
     assert_same_state,
@@ -95,6 +96,30 @@ class RankBranchNet(Net):
         if self.global_rank == 1 and batch_idx % 2:
             x = self.extra(x)
         return super().training_step([x, y], batch_idx)
+
+
+class TalkingNet(Net):
+    """Each rank goes through a layer of its own, and then sends what all ranks receive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.ModuleList(Block(dropout=0.0) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layers(self.own[self.global_rank](x))
+        return output
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        self.losses.append(self.all_gather(loss.detach()).sum())
+        self.trainer.strategy.barrier()
+        self.losses.append(self.trainer.strategy.broadcast(loss.detach(), src=1))
+        return loss + self.loss(batch)
+
+
+def test_messages_inside_a_forward_wait_for_ranks_that_need_chunks() -> None:
+    _assert_equal_to_ddp(TalkingNet)
 
 
 MODELS = [LateNet, ScheduledNet, FrozenNet, TiedNet, RankBranchNet]

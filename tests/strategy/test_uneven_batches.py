@@ -15,8 +15,10 @@ from lightning_elixir.core.waits import MORE_BATCHES
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
 from tests.helpers.failures import SOON_S, check_heard, heard_by
+from tests.helpers.seeds import seed_everything
 from tests.helpers.tiers import full
-from tests.strategy.models import TIGHT, WIDTH, Net, assert_same_state, make_trainer
+from tests.strategy.models import CHUNK, TIGHT, WIDTH, Net, assert_same_state, make_data, make_trainer
+from tests.strategy.nets import BatchNormNet
 
 
 def _ranks() -> tuple[int, int]:
@@ -27,10 +29,11 @@ class Stream(IterableDataset[list[Tensor]]):
     """So many batches on each rank; of no known length."""
 
     def __init__(self, lengths: list[int], batch_sizes: list[int]) -> None:
-        self.length, self.batch_size = lengths[_ranks()[0]], batch_sizes[_ranks()[0]]
+        self.rank = _ranks()[0]
+        self.length, self.batch_size = lengths[self.rank], batch_sizes[self.rank]
 
     def __iter__(self) -> Iterator[list[Tensor]]:
-        generator = torch.Generator().manual_seed(_ranks()[0])
+        generator = torch.Generator().manual_seed(self.rank)
         for _ in range(self.length):
             x = torch.randn(self.batch_size, WIDTH, generator=generator)
             yield [x, torch.zeros(self.batch_size, dtype=torch.long)]
@@ -109,3 +112,27 @@ def _train_plain() -> dict[str, Tensor]:
     model = Net("hybrid")
     trainer.fit(model, DataLoader(Stream([4, 4], [4, 2]), batch_size=None))
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def _predict(strategy: Any, is_shared: bool) -> Any:
+    """Before a fit, and after it."""
+    seed_everything(11)
+    model = BatchNormNet()
+    data = make_data(17, seed=2) if is_shared else DataLoader(Stream([2, 0], [4, 4]), batch_size=None)
+    trainer = make_trainer(ElixirStrategy(**strategy) if isinstance(strategy, dict) else strategy, devices=_ranks()[1])
+    before = trainer.predict(model, data)
+    trainer.fit(model, make_data(16))
+    return before or [], trainer.predict(model, data) or []
+
+
+@pytest.mark.parametrize(
+    ("elixir", "is_shared"), [(TIGHT, True), (TIGHT, False), ({**CHUNK, "placement_policy": "cuda"}, False)]
+)
+def test_some_ranks_predict_more_batches(elixir: Any, is_shared: bool) -> None:
+    """Lightning pads no prediction, so that its own shares are uneven; a rank may have no batch at all."""
+    everyone = run_ranks(_predict, 2, elixir, is_shared, init_group=False)
+    expected = run_ranks(_predict, 2, "ddp", is_shared, init_group=False)
+    assert len(everyone[0][0]) > len(everyone[1][0])
+    for mine, theirs in zip(everyone, expected, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert [x.tolist() for x in one] == [x.tolist() for x in other]
