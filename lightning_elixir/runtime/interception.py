@@ -474,11 +474,17 @@ class Interception:
                 " copy_() new values into it, instead of assigning `.data`"
             )
         if value.shape != parameter.shape or value.dtype != parameter.dtype or value.device != parameter.device:
+            cure = (
+                "choose the precision with `precision=`, leave the device to the strategy, or deepcopy the model to get"
+                " plain parameters"
+                if value.shape == parameter.shape
+                else "resize a model before it is wrapped (under the Trainer in configure_model or setup), or a copy"
+                " (copy.deepcopy(model))"
+            )
             raise StateError(
                 f"{self.name_of(parameter)} ({parameter.dtype}, {tuple(parameter.shape)}, {parameter.device}) is "
                 f"managed by lightning_elixir and cannot become {value.dtype}, {tuple(value.shape)}, {value.device}: "
-                "choose the precision with `precision=`, leave the device to the strategy, or deepcopy the model to "
-                "get plain parameters"
+                f"{cure}"
             )
         if self._engine.is_computing:
             raise StateError(self._written_inside(self._engine.phase.value, [self.name_of(parameter)]))

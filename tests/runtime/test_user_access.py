@@ -162,6 +162,15 @@ def test_conversions_are_refused(call: str) -> None:
     module.close()
 
 
+def test_another_shape_is_refused() -> None:
+    """As transformers' `resize_token_embeddings` would give it."""
+    model, module, _ = wrapped(**TIGHT)
+    weight = model.transformer.wte.weight
+    with pytest.raises(StateError, match=r"resize a model before it is wrapped.*copy\.deepcopy"):
+        weight.data = torch.zeros(weight.shape[0] + 8, weight.shape[1])
+    module.close()
+
+
 @PLACEMENTS
 def test_deepcopy_gives_a_plain_whole_model(options: dict[str, Any]) -> None:
     model, module, optimizer = wrapped(**options)
