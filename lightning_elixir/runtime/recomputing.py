@@ -66,7 +66,11 @@ class Recomputed:
     def run(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, keeps_attention: bool
     ) -> Any:
-        """Call it under torch's checkpoint, with all tensors among its arguments as inputs of that."""
+        """Call it under torch's checkpoint, with all tensors among its arguments as inputs of that.
+
+        The forward gets the caller's own containers, to which a block may add (a list of losses), and the recomputation
+        copies of them as they were.
+        """
         leaves, spec = tree_flatten((args, kwargs))
         # One that comes twice is one again: attention looks whether queries, keys and values are the same tensor.
         places: dict[int, list[int]] = {}
@@ -76,7 +80,12 @@ class Recomputed:
         tensors = [leaves[same[0]] for same in places.values()]
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
+        as_given = [(args, kwargs)]
+
         def run(*inputs: Tensor) -> Any:
+            if as_given:  # gone then: what is held here cannot go to host memory
+                given_args, given_kwargs = as_given.pop()
+                return call(*given_args, **given_kwargs)
             filled = list(others)
             for same, tensor in zip(places.values(), inputs, strict=True):
                 for place in same:

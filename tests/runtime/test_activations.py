@@ -305,6 +305,41 @@ def test_what_blocks_keep_is_kept_once(fate: str) -> None:
         assert torch.equal(one.cached, other.cached)
 
 
+class _Telling(Block):
+    """Adds a loss of its own to what it is given, as mixtures of experts do, and hands on a sum."""
+
+    def forward(self, x: Tensor, losses: list[Tensor], *, handed: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        handed["sum"] = y.mean() if not handed else handed["sum"] * y.mean().cos()
+        losses.append((y - x).square().mean())
+        return y
+
+
+class _Told(Stack):
+    def __init__(self) -> None:
+        super().__init__(_Telling, depth=4)
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, self.losses = self.inp(x), []
+        handed: dict[str, Tensor] = {}
+        for block in self.blocks:
+            x = block(x, self.losses, handed=handed)
+        return self.out(x) + sum(self.losses) + handed["sum"]
+
+
+@pytest.mark.parametrize("fate", FATES)
+def test_what_blocks_add_to_their_arguments_is_there_once(fate: str) -> None:
+    seed_torch(0)
+    model = _Told()
+    pair = Pair(model, planned(model, fate))
+    for seed in range(3):
+        pair.step(seed)
+        assert len(model.losses) == len(model.blocks)
+    pair.check()
+    assert (pair.module.stats().recomputed_blocks > 0) == Fate(fate).is_recomputed
+
+
 class _Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
