@@ -208,11 +208,13 @@ class _ModulesAsBefore:
             has.update({name: _copied(value) for name, value in before.items()})
 
     def __exit__(self, *error: object) -> None:
+        own = {id(has): before for has, before in self._own}
         for part, is_training, parameters, now in self._now:
-            has = vars(part)
-            # Functions stay: hooks may have come.
-            changed = [n for n, v in has.items() if v is not now.get(n, _NOTHING) and isinstance(v, _VALUES)]
+            has, put = vars(part), own.get(id(vars(part)), {})
+            changed = [n for n, v in has.items() if v is not now.get(n, _NOTHING)]
             for name in changed:
+                if name not in put and not isinstance(has[name], _VALUES):
+                    continue  # functions stay: hooks may have come
                 if name in now:
                     has[name] = now[name]
                 else:
