@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import chain
@@ -59,7 +59,7 @@ class Recomputed:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._num_calls = 0
-        self._own: list[tuple[nn.Module, list[str]]] = []  # names of what is neither tensor nor module
+        self._own: dict[nn.Module, list[str]] = {}  # names of what is neither tensor nor module
         self._generators: list[Any] = []
         self._draws = False  # from Python's or NumPy's
 
@@ -111,8 +111,9 @@ class Recomputed:
         large = [(name, b, b._version) for _, name, b in buffers if b.numel() > _MOST_COPIED]
         forward: list[_Context] = [_LargeBuffersStay(large)] if large else []
         again: list[_Context] = [_ModulesAsBefore(parts, self._own)]
-        if self._generators or self._draws or is_looking:
-            numbers = _RandomNumbersAsBefore(self._generators, has_common=self._draws or is_looking)
+        has_common = self._draws or is_looking
+        if self._generators or has_common:
+            numbers = _RandomNumbersAsBefore(self._generators, has_common=has_common)
             again.append(numbers)
             if not self._draws and is_looking:
                 forward.append(_Drawing(numbers, self._note_drawing))
@@ -127,7 +128,7 @@ class Recomputed:
     def _look_at(self, parts: list[nn.Module]) -> None:
         kinds = (*_PLAIN, *_CONTAINERS)
         own = ((p, [n for n, v in vars(p).items() if type(v) in kinds and n not in _OF_ALL_MODULES]) for p in parts)
-        self._own = [(part, names) for part, names in own if names]
+        self._own = {part: names for part, names in own if names}
         self._generators = generators_of(parts)
 
     def _note_drawing(self) -> None:
@@ -190,31 +191,29 @@ class _ModulesAsBefore:
 
     Args:
         parts: The modules.
-        own: Names of numbers, words, lists and the like, in some of them.
+        own: Names of numbers, words, lists and the like, of those that have any.
     """
 
-    def __init__(self, parts: list[nn.Module], own: list[tuple[nn.Module, list[str]]]) -> None:
-        self._before = [(part, part.training, dict(part._parameters)) for part in parts]
-        self._own = [
-            (has, {n: _copied(has[n]) for n in names if n in has}) for has, names in ((vars(p), n) for p, n in own)
+    def __init__(self, parts: list[nn.Module], own: Mapping[nn.Module, list[str]]) -> None:
+        self._before = [
+            (part, part.training, dict(part._parameters), _copies(vars(part), own.get(part, ()))) for part in parts
         ]
-        self._now: list[tuple[nn.Module, bool, dict[str, Any], dict[str, Any]]] = []
+        self._now: list[tuple[nn.Module, bool, dict[str, Any], dict[str, Any], Collection[str]]] = []
 
     def __enter__(self) -> None:
-        for part, is_training, parameters in self._before:
-            self._now.append((part, part.training, dict(part._parameters), dict(vars(part))))
+        for part, is_training, parameters, own in self._before:
+            self._now.append((part, part.training, dict(part._parameters), dict(vars(part)), own))
             _set(part, is_training, parameters)
-        for has, before in self._own:
-            has.update({name: _copied(value) for name, value in before.items()})
+            vars(part).update(_copies(own, own))
 
     def __exit__(self, *error: object) -> None:
-        own = {id(has): before for has, before in self._own}
-        for part, is_training, parameters, now in self._now:
-            has, put = vars(part), own.get(id(vars(part)), {})
-            changed = [n for n, v in has.items() if v is not now.get(n, _NOTHING)]
+        for part, is_training, parameters, now, put in self._now:
+            has = vars(part)
+            # Functions stay: hooks may have come.
+            changed = [
+                n for n, v in has.items() if v is not now.get(n, _NOTHING) and (n in put or isinstance(v, _VALUES))
+            ]
             for name in changed:
-                if name not in put and not isinstance(has[name], _VALUES):
-                    continue  # functions stay: hooks may have come
                 if name in now:
                     has[name] = now[name]
                 else:
@@ -231,8 +230,12 @@ def _set(part: nn.Module, is_training: bool, parameters: dict[str, Any]) -> None
             part._parameters[name] = parameter
 
 
+def _copies(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Those that are there; containers as they are now, with the same things in them."""
+    return {name: _copied(values[name]) for name in names if name in values}
+
+
 def _copied(value: Any) -> Any:
-    """Containers as they are now, with the same things in them."""
     if type(value) not in _CONTAINERS or len(value) > _MOST_ITEMS:
         return value
     return tree_map(lambda inner: inner.copy() if type(inner) is set else inner, value)

@@ -438,9 +438,10 @@ class _LayoutSearch(Space):
             replace(outcome.choice, spare_pattern=pattern, spares=count)
             for pattern, count in product(SPARE_PATTERNS, counts)
         )
-        found = [outcome]
+        found, least_s = [outcome], outcome.felt_s
         for choice in choices:
-            found.append(self.glimpse(choice, min(o.felt_s for o in found) * (1 + SAME)))
+            found.append(self.glimpse(choice, least_s * (1 + SAME)))
+            least_s = min(least_s, found[-1].felt_s)
         return found
 
     def relative(self, choice: Choice) -> Choice:
