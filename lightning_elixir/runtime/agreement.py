@@ -5,13 +5,13 @@ needs, and every rank joins the all-gather of every chunk that any rank needs, k
 whose next gradients are complete tells how far it is in the common order, and what all have ready is reduced. A rank
 that has come to the end of its forward, its backward, or to any other collective operation of the engine waits there
 and serves the others until all have arrived (at the end of backward it has all gradients it will have, so it is ready
-for any). One that has no more batches to predict serves those that have (Lightning pads none, so they have one
-more). So ranks may take different branches, route to different experts, or evict differently after such a
-divergence; nothing can hang and no two ranks can mix different chunks in one collective. On GPUs it also matters that
-no rank launches a collective whose peer may be waiting for this rank's host: a kernel that waits for a peer can block
-the host in its next memory allocation (seen with two GPUs and a model that branches). What may not differ is the
-sequence of meeting points: that is found out at once, on every rank, and is a `DivergenceError`. So every call that
-takes all ranks begins with a meeting of its own, and what it sends besides comes after that.
+for any). One that has no more batches to evaluate, or comes to a message between two of them, serves those that have
+more (Lightning pads none that are predicted). So ranks may take different branches, route to different experts, or
+evict differently after such a divergence; nothing can hang and no two ranks can mix different chunks in one collective.
+On GPUs it also matters that no rank launches a collective whose peer may be waiting for this rank's host: a kernel that
+waits for a peer can block the host in its next memory allocation (seen with two GPUs and a model that branches). What
+may not differ is the sequence of meeting points: that is found out at once, on every rank, and is a `DivergenceError`.
+So every call that takes all ranks begins with a meeting of its own, and what it sends besides comes after that.
 
 So no order of collectives need be recorded, and a rank that leaves it is no error. The price is one small message for
 each miss, and for what becomes worth fetching ahead ([Note: messages of one host], `core/shared_messages.py`): without
@@ -139,7 +139,7 @@ _CALLS = {
     Meeting.LOAD_OPTIMIZER_CHECKPOINT: _call("load_checkpoint(), of the optimizer"),
     Meeting.MEMORY_LIMIT: _call("set_memory_limit()"),
     Meeting.MESSAGE: _of_batch("a message between all ranks"),
-    Meeting.NO_MORE_FORWARDS: _call("the end of a prediction", is_routine=True),
+    Meeting.NO_MORE_FORWARDS: _call("the end of an evaluation, or a message in it", is_routine=True),
     Meeting.DISSOLVE: _call("the end of an engine, whose parameters become plain ones", is_routine=True),
 }
 _NOT_OF_STATES = {
@@ -153,7 +153,7 @@ _NOT_OF_STATES = {
     Meeting.NO_MORE_FORWARDS,
 }
 _ENDS = {Meeting.FORWARD_END, Meeting.NO_MORE_FORWARDS}
-"""Of a forward: some ranks have more of them than others, in a prediction."""
+"""Of a forward: some ranks have more of them than others, in an evaluation."""
 
 
 class RankWork(Protocol):

@@ -412,10 +412,11 @@ class Engine:
                 self.active.agreement.meet(Meeting.MESSAGE, call=call)
 
     def end_forwards(self) -> None:
-        """This rank has no more batches to predict: serve those that have, until none has. Collective.
+        """This rank has no more batches to evaluate, or comes to a message between two of them: serve those that have
+        more, until all have come to it. Collective.
 
         Raises:
-            DivergenceError: Another rank comes to something else than batches and their end.
+            DivergenceError: Another rank comes to something else.
             PeerLostError: If one is gone.
         """
         with self.telling():

@@ -38,6 +38,7 @@ from lightning_elixir.checkpoint import restore_previous
 from lightning_elixir.core.frames import with_room
 from lightning_elixir.core.threads import frequent_switches
 from lightning_elixir.core.together import run_together
+from lightning_elixir.core.waits import Call
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.memory_limits import change_limits
 from lightning_elixir.patterns.placed import placed_modules
@@ -80,7 +81,7 @@ from lightning_elixir.strategy.run_report import RunReport
 from lightning_elixir.strategy.several_optimizers import check_disjoint
 from lightning_elixir.strategy.sharded_checkpoints import SavesOnException, sees_saves
 from lightning_elixir.strategy.shared_plans import Planner
-from lightning_elixir.strategy.uneven_prediction import UnevenPrediction
+from lightning_elixir.strategy.uneven_evaluation import UnevenEvaluation
 from lightning_elixir.strategy.warm_up import move_to_smallest
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
@@ -126,6 +127,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         self._regime = TrainingRegime()
         self._evaluation: RepeatableStep | None = None
         self._fit_run: FitRun | None = None
+        self._shares: UnevenEvaluation | None = None
         self._in_place = contextlib.ExitStack()  # what stands in for parts of Lightning, from setup to teardown
 
     @override
@@ -138,6 +140,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
             | {
                 "_elixir_optimizers": [],
                 "_evaluation": None,
+                "_shares": None,
                 "_fit_run": None,
                 "_compiler": without_compiler(self._compiler),
                 "_in_place": contextlib.ExitStack(),
@@ -248,8 +251,8 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
                 self._in_place.enter_context(on_exception.guarding(callback))
             if isinstance(callback, ModelCheckpoint) and self._config.async_save:
                 self._in_place.enter_context(sees_saves(callback, self._sharded))
-        if trainer.state.fn == TrainerFn.PREDICTING:
-            self._in_place.enter_context(UnevenPrediction(trainer, self._end_prediction).installed())
+        self._shares = UnevenEvaluation(trainer, self._end_forwards)
+        self._in_place.enter_context(self._shares.installed())
         if is_training:
             self._in_place.enter_context(frequent_switches())
             self._in_place.enter_context(GracefulStop(trainer, self._comm).installed())
@@ -434,8 +437,15 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         finally:
             step.forget()
 
-    def _end_prediction(self) -> None:
+    def _end_forwards(self) -> None:
         self._engine.engine.end_forwards()
+
+    @override
+    def _come_to(self, call: Call) -> None:
+        if self._shares is not None and self._shares.is_under_way and not self._engine.engine.is_computing:
+            self._end_forwards()
+        else:
+            super()._come_to(call)
 
     def _leave_more_to_evaluation(self) -> bool:
         """Move to the smallest plan, if the one in force is only a guess. Returns whether there is more room."""

@@ -136,3 +136,55 @@ def test_some_ranks_predict_more_batches(elixir: Any, is_shared: bool) -> None:
     for mine, theirs in zip(everyone, expected, strict=True):
         for one, other in zip(mine, theirs, strict=True):
             assert [x.tolist() for x in one] == [x.tolist() for x in other]
+
+
+class _QuietNet(Net):
+    """Logs nothing: a rank without a batch would be missing where the others reduce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.val_losses.append(self.loss(batch).detach().clone())
+
+    test_step = validation_step
+
+
+def _evaluate(strategy: Any, lengths: list[int], is_sized: bool) -> Any:
+    """Before a fit, in it, and after it."""
+    seed_everything(11)
+    model = (Net if all(lengths) else _QuietNet)()
+    length = lengths[_ranks()[0]]
+    data = make_data(4 * length, seed=2) if is_sized else DataLoader(Stream(lengths, [4, 4]), batch_size=None)
+    trainer = make_trainer(
+        ElixirStrategy(**strategy) if isinstance(strategy, dict) else strategy,
+        devices=_ranks()[1],
+        max_epochs=2,
+        val_check_interval=1,
+        accumulate_grad_batches=2,
+        num_sanity_val_steps=2,
+        use_distributed_sampler=not is_sized,
+    )
+    results = [trainer.validate(model, data)]
+    trainer.fit(model, make_data(16), data)
+    results += [trainer.test(model, data), {**trainer.logged_metrics}]
+    return results, [loss.item() for loss in model.val_losses]
+
+
+@pytest.mark.parametrize(
+    ("elixir", "lengths", "is_sized"),
+    [
+        (TIGHT, [3, 1], False),
+        full(TIGHT, [1, 3], True),
+        (TIGHT, [3, 0], True),
+        full(TIGHT, [0, 3], False),
+        full({**CHUNK, "placement_policy": "cuda"}, [3, 0], False),
+    ],
+)
+def test_some_ranks_evaluate_more_batches(elixir: Any, lengths: list[int], is_sized: bool) -> None:
+    """Loaders of the user's own; plain DDP exchanges nothing in a forward without gradients."""
+    everyone = run_ranks(_evaluate, 2, elixir, lengths, is_sized, init_group=False)
+    assert len(everyone[0][1]) != len(everyone[1][1])
+    expected = run_ranks(_evaluate, 2, "ddp", lengths, is_sized, init_group=False)
+    torch.testing.assert_close(everyone, expected, rtol=1e-6, atol=1e-6)  # DDP sums micro-batches first
