@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -567,15 +567,16 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """Raises `PlanError` if saved groups cannot be those of such an optimizer."""
         check_settings(self.optimizer, saved_groups)
 
-    def load_segments(self, read: ReadSegment) -> None:
+    def load_segments(self, read: ReadSegment, saved: Collection[str]) -> None:
         """Replace all states, one segment after the other, between steps.
 
         Args:
             read: The state of a segment, as torch's optimizers have it, but element-wise ones 1-D, `[segment.numel]`;
                 empty: none.
+            saved: Names of the parameters of which there are any.
         """
         self._follow_groups()
-        self._state_dicts.load(read)
+        self._state_dicts.load(read, saved)
 
     @property
     def is_whole(self) -> bool:

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from lightning_elixir.checkpoint.folder import META_FILE, whole_file
-from lightning_elixir.checkpoint.index import CheckpointIndex, StoredTensor, first_names
+from lightning_elixir.checkpoint.index import CheckpointIndex, StoredTensor
 from lightning_elixir.checkpoint.weight_files import DTYPE_NAMES, INDEX_FILE, SINGLE_FILE
 from lightning_elixir.core.composed_states import composed_again
+from lightning_elixir.core.first_names import first_names
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.storage.nvme import MappedMemory
 

@@ -14,7 +14,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -432,9 +432,3 @@ class _MetadataUnpickler(pickle.Unpickler):
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"a table of contents has no use for {module}.{name}")
-
-
-def first_names(names: Iterator[str] | Sequence[str], limit: int = 5) -> str:
-    """The first of them, for a message."""
-    listed = list(names)
-    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_elixir.core.composed_states import composed_again
+from lightning_elixir.core.first_names import first_names
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.state_layout import is_scalar_state
 from lightning_elixir.optim.whole_parameters import Layout
@@ -21,6 +23,8 @@ from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.runtime.groups import Groups
 from lightning_elixir.runtime.whole import gather_whole, in_memory_order
+
+log = logging.getLogger(__name__)
 
 Described = dict[tuple[int, int], dict[str, tuple[str, Any]]]
 """(chunk id, member index) -> key -> ("tensor", dtype) or ("value", value)."""
@@ -224,14 +228,28 @@ class StateDicts:
             for parameter, number in zip(group["params"], saved_group["params"], strict=True):
                 if number in state_dict["state"]:
                     saved[id(parameter)] = state_dict["state"][number]
-        self.load(self._reading(saved))
+        self.load(self._reading(saved), {f for c in self._engine.chunks for p, f in _named(c) if id(p) in saved})
 
-    def load(self, read: ReadSegment) -> None:
-        """Replace all states, one segment after the other."""
+    def load(self, read: ReadSegment, saved: Collection[str] = ()) -> None:
+        """Replace all states, one segment after the other.
+
+        Args:
+            read: Gives them.
+            saved: Parameters of which there are any. Those that are frozen have no place for them, which is told.
+        """
         self._states.check_kept()
+        frozen: list[str] = []
         for chunk in self._engine.chunks:
             if chunk.id in self._states.inner:
                 self._load_chunk(chunk, read)
+            elif not chunk.spec.requires_grad:
+                frozen += [fqn for _, fqn in _named(chunk) if fqn in saved]
+        if frozen and self._engine.comm.rank == 0:
+            log.warning(
+                "optimizer states of parameters that are frozen now (%s) are not taken over. Checkpoints from here on"
+                " lack them; what is unfrozen later begins anew, unless it goes on from a checkpoint from before",
+                first_names(frozen),
+            )
 
     def _load_chunk(self, chunk: Chunk, read: ReadSegment) -> None:
         inner = self._states.inner[chunk.id]
@@ -247,6 +265,11 @@ class StateDicts:
         if not self._states.maker.is_whole:
             return _reading_segments(saved, self._engine.groups)
         return lambda chunk, segment: _unwrapped(saved.get(id(chunk.parameters[segment.member_index]), {}))
+
+
+def _named(chunk: Chunk) -> Iterator[tuple[Tensor, str]]:
+    """The parameters, with their names in the plan."""
+    return zip(chunk.parameters, (member.fqn for member in chunk.spec.members), strict=True)
 
 
 def check_settings(optimizer: Optimizer, saved_groups: Iterable[Mapping[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import get_ema_avg_fn, get_swa_avg_fn
 from typing_extensions import override
 
 from lightning_elixir._lightning import Callback, LightningModule, StochasticWeightAveraging, Trainer, TrainerFn, pl
-from lightning_elixir.checkpoint.index import first_names
+from lightning_elixir.core.first_names import first_names
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.mesh import AXES
 from lightning_elixir.runtime.averages import Average, Averages

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 from lightning_elixir.checkpoint import CheckpointIndex, Extent, TensorPlan
-from lightning_elixir.checkpoint.index import first_names
 from lightning_elixir.checkpoint.writer import FILE_BYTES, Contents, ShardWriter
+from lightning_elixir.core.first_names import first_names
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim import HybridAdam
@@ -522,7 +522,7 @@ def _load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: Checkpoin
             return {key: layout.view(value) if id(value) in runs_of else value for key, value in found.items()}
         return found
 
-    optimizer.load_segments(read)
+    optimizer.load_segments(read, states.keys())
 
 
 def _is_value(optimizer: ElixirOptimizer, state: str, stored: Sequence[int], shape: Sequence[int]) -> bool:

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from lightning_elixir._lightning import apply_filter, check_keys
 from lightning_elixir.checkpoint.consolidate import OWN_KEY
-from lightning_elixir.checkpoint.index import first_names
 from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.first_names import first_names
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.strategy.engine_handle import EngineHandle

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from lightning_elixir.checkpoint.index import first_names
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.core.device import release_cached_memory
+from lightning_elixir.core.first_names import first_names
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.apply import put_in, take_out
 from lightning_elixir.patterns.cuts import cuts_of, whole_of

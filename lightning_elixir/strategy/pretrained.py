@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.checkpoint import Extent, StoredWeight, WeightFiles
-from lightning_elixir.checkpoint.index import first_names
+from lightning_elixir.core.first_names import first_names
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.prefixes import Prefix
 from lightning_elixir.runtime.chunk import kept_stride

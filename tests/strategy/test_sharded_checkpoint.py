@@ -426,6 +426,22 @@ def test_tuner_leaves_no_trace() -> None:
 # Errors
 
 
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_states_of_what_is_frozen_now_are_told_of(tmp_path: Path, kind: Any, caplog: Any) -> None:
+    """They are dropped."""
+    options = OPTIONS["tight"] | {"state_dict_type": kind}
+    trainer, _, _ = fit(ElixirStrategy(**options))
+    trainer.save_checkpoint(tmp_path / "one")
+    for num_frozen, epochs in [(0, 2), (2, 3)]:
+        model = Net()
+        model.layers[:num_frozen].requires_grad_(requires_grad=False)
+        assert "are not taken over" not in caplog.text
+        resumed = make_trainer(ElixirStrategy(**options), max_epochs=epochs)
+        resumed.fit(model, make_data(), ckpt_path=str(tmp_path / "one"))
+    assert "frozen now (layers.0.norm.weight, layers.0.norm.bias, " in caplog.text
+    assert "layers.0.up.bias, layers.0.down.weight and 7 more) are not taken over" in caplog.text
+
+
 def test_checkpoint_of_another_model(tmp_path: Path) -> None:
     class WiderNet(Net):
         def __init__(self) -> None:
