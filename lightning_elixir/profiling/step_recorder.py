@@ -117,7 +117,7 @@ class StepRecorder(TorchDispatchMode):
         self._pinned: Counter[str] = Counter()
         self._needed_with: dict[str, tuple[str, ...]] = {}  # all that a compiled module's backward needs, by each name
         self._drops: list[tuple[str, ...]] = []
-        self._aliases: dict[weakref.ref[Tensor], str] = {}  # alive, over the storages of parameters
+        self._aliases: dict[int, weakref.ref[Tensor]] = {}  # alive, by id, over the storages of parameters
         self._held_names: Counter[str] = Counter()  # how many of them each parameter has
         self._grad_at: dict[str, int] = {}  # interval in which the gradient was last added to
         self._workspaces: set[tuple[bool, int]] = set()  # of matrix products: whether backward's, and size
@@ -350,12 +350,12 @@ class StepRecorder(TorchDispatchMode):
         packed."""
         for tensor in outputs:
             fqn = self._fqn_of.get(tensor.untyped_storage()._cdata)
-            if fqn is not None:
-                self._aliases[weakref.ref(tensor, self._forget_alias)] = fqn
+            if fqn is not None and id(tensor) not in self._aliases:  # as a result of an operator in place may be
+                self._aliases[id(tensor)] = weakref.ref(tensor, partial(self._forget_alias, id(tensor), fqn))
                 self._held_names[fqn] += 1
 
-    def _forget_alias(self, reference: weakref.ref[Tensor]) -> None:
-        fqn = self._aliases.pop(reference)
+    def _forget_alias(self, number: int, fqn: str, _: weakref.ref[Tensor]) -> None:
+        del self._aliases[number]
         self._held_names[fqn] -= 1
         if not self._held_names[fqn]:
             del self._held_names[fqn]

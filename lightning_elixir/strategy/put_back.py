@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import _CheckpointFrame
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_elixir.core.functions import held_by, parts_of
@@ -310,7 +311,8 @@ def _is_same(now: list[Any], before: list[Any], *, in_pairs: bool) -> bool:
 
 def left_behind(made: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
     """The tensors without values among these that something still holds; caches of functions (`lru_cache`) forget
-    them."""
+    them, and so do checkpoints whose backward has not come: one that was given a container in which another has put
+    what it made lies in a cycle through autograd, where the collector does not see it."""
     if not _alive(made):
         return []
     gc.collect()
@@ -319,6 +321,9 @@ def left_behind(made: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
     for cached in _caches():
         if cached.cache_info().currsize and _holds_fakes(gc.get_referents(cached)):
             cached.cache_clear()
+    for one in gc.get_objects():
+        if type(one) is _CheckpointFrame and _holds_fakes((vars(one),)):
+            vars(one).clear()
     gc.collect()
     return _alive(made)
 

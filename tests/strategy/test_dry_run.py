@@ -26,12 +26,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Accuracy, MeanMetric, Metric
 
 from lightning_elixir._lightning import LightningModule, Trainer, pl
 from lightning_elixir.core.device import CpuDevice
-from lightning_elixir.errors import StateError
+from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.types import Plan
@@ -743,6 +744,53 @@ def test_what_is_put_back_is_no_write(precision: Any, profiles: list[MemoryProfi
     assert_same_run(found[2], whole[2] if precision != "32-true" else fit("auto", BinarisesWeights)[2])
     assert found[0].strategy.stats().evictions > 0
     assert all(profile.written for profile in profiles)
+
+
+class ClampsInCheckpoints(Net):
+    """Keeps the weights of its blocks within bounds, in their forward, by writing to them; nothing is beyond them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        *blocks, head = self.layers
+        for block in blocks:
+            x = checkpoint(self._run, block, x, use_reentrant=False)
+        return head(x)
+
+    def _run(self, block: Any, x: Tensor) -> Tensor:
+        block.up.weight.data.clamp_(-50, 50)
+        return block(x)
+
+
+def test_writes_of_a_checkpoint_to_its_weights(profiles: list[MemoryProfile]) -> None:
+    run = fit(ElixirStrategy(**CHUNK, gpu_memory_limit="64MiB"), ClampsInCheckpoints)[2]
+    assert_same_run(run, fit("auto", ClampsInCheckpoints)[2])
+    assert [type(profile) for profile in profiles] == [MemoryProfile]
+
+
+class SharesThroughCheckpoints(Net):
+    """Later blocks take what the first one has put into a container, and the step asks for what no dry run has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared: dict[str, Tensor] = {}
+        *blocks, head = self.layers
+        for block in blocks:
+            x = checkpoint(self._run, block, x, shared, use_reentrant=False)
+        return head(x)
+
+    def _run(self, block: Any, x: Tensor, shared: dict[str, Tensor]) -> Tensor:
+        if block is self.layers[0]:
+            shared["first"] = torch.tanh(block.up(x))[:, : x.shape[1]]
+        return torch.sin(block(x + shared["first"]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert self.trainer.fit_loop is not None
+        return loss
+
+
+def test_a_forward_without_backward_whose_checkpoints_share_a_container(profiles: list[Exception]) -> None:
+    """Which is a cycle that the collector does not see."""
+    assert_same_run(fit(ElixirStrategy(**LIMIT), SharesThroughCheckpoints)[2], fit("auto", SharesThroughCheckpoints)[2])
+    assert [type(error) for error in profiles] == [PlanError]
 
 
 class LooksAround(Net):
