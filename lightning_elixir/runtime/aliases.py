@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.unreadable import set_data
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is one of a transform's of `torch.func`, such as `vmap`, which has no storage."""
+
 
 class Aliases:
     """The aliases that users have got, as long as they keep them."""
@@ -31,7 +34,7 @@ class Aliases:
         others belong to autograd."""
         if not isinstance(result, Tensor) or isinstance(result, nn.Parameter):  # in-place functions give the parameter
             return
-        if result.layout is not torch.strided or result.grad_fn is not None:
+        if result.layout is not torch.strided or result.grad_fn is not None or _is_wrapped(result):
             return
         if result.untyped_storage()._cdata == chunk.storage_key:
             key = (chunk.id, chunk.member_at(int(result.storage_offset())))

@@ -381,14 +381,15 @@ class Interception:
             with torch._C.DisableTorchFunctionSubclass():
                 yield
             return
-        classes = [(t, type(t)) for t in managed]
         try:
             for tensor in managed:
                 tensor.__class__ = self._plain_class(tensor)
             yield
         finally:
-            for tensor, kept in classes:
-                tensor.__class__ = kept
+            for tensor in managed:  # a backward has brought chunks meanwhile, and let others go
+                chunk, index = self._at(tensor)
+                _, plain, intercepting = self._classes[chunk.id][index]
+                tensor.__class__ = plain if chunk.id in self.plain_chunks else intercepting
 
     @contextmanager
     def _bring(self, chunk: Chunk) -> Iterator[None]:

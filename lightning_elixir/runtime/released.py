@@ -67,7 +67,7 @@ _METADATA_METHODS = (
     "is_floating_point", "is_complex", "is_signed", "get_device", "requires_grad_", "register_hook",
     "register_post_accumulate_grad_hook", "is_pinned", "is_shared", "is_same_size", "is_inference", "is_neg", "is_conj",
     "retain_grad", "has_names", "dim_order", "_is_view", "__len__", "__hash__", "__dir__", "__format_dim__",
-    "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided",
+    "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
 )  # fmt: skip
 
 _METADATA_FUNCTIONS = (

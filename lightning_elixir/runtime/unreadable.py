@@ -28,6 +28,7 @@ _C = TypeVar("_C")  # a chunk
 _KEY = "TESTING_ONLY_GenericWrapper"  # torch has it for wrappers like this one, and uses it nowhere itself
 _KEYS = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_KEY))  # type: ignore[arg-type]
 _KEYS_AND_PYTHON = _KEYS.add(torch._C.DispatchKey.Python)  # under inference_mode, or a dispatch mode of the user's
+_ALL_KEYS = _KEYS_AND_PYTHON.add(torch._C.DispatchKey.FuncTorchDynamicLayerBackMode)  # inside vmap it puts others back
 _SET_DATA = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
@@ -86,7 +87,7 @@ def stand_in(view: Tensor, name: str, chunk: _C, bring: Callable[[_C], AbstractC
 
 def set_data(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     """`tensor.data = value`, of which either may be a stand-in; autograd does not notice."""
-    with torch._C.DisableTorchFunctionSubclass(), torch._C._ExcludeDispatchKeyGuard(_KEYS_AND_PYTHON):
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._ExcludeDispatchKeyGuard(_ALL_KEYS):
         for tensor, value in zip(tensors, values, strict=True):
             _SET_DATA(tensor, value)
 

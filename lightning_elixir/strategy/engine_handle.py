@@ -114,9 +114,9 @@ class EngineHandle:
         return len(now) == len(self._parameters) and all(a is b for a, b in zip(now, self._parameters, strict=True))
 
     def changed_requires_grad(self) -> list[str]:
-        """Names of parameters that were frozen or unfrozen since."""
-        named = zip(self.engine.module.named_parameters(), self._requires_grad, strict=True)
-        return [name for (name, parameter), before in named if parameter.requires_grad != before]
+        """Names of parameters that were frozen or unfrozen since. (Layers may have come since, or gone.)"""
+        known = zip(self._names, self._parameters, self._requires_grad, strict=True)
+        return [name for name, parameter, before in known if parameter.requires_grad is not before]
 
     def has_changed_requires_grad(self) -> bool:
         """Whether there are any; in less time."""

@@ -140,3 +140,38 @@ def test_batching_keeps_nothing() -> None:
     grads = module.full_grads()
     assert [n for n, p in plain.named_parameters() if not torch.equal(grads[n], p.grad)] == []
     assert module.stats().evictions > 0
+
+
+def _batched(model: nn.Sequential) -> list[Tensor]:
+    """Parameters of several chunks, as batches and beside them, in calls of no layer."""
+    first, last = model[0], model[-2]
+    assert isinstance(first, nn.Linear)
+    assert isinstance(last, nn.Linear)
+    return [
+        vmap(lambda row: row.sum())(last.weight),
+        vmap(torch.dot, (0, None))(last.weight, first.bias),
+        vmap(torch.mv, (None, 0))(first.weight, X),
+        vmap(lambda x: nn.functional.linear(x, last.weight, last.bias))(X),
+        vmap(lambda row, x: row * x, (0, None))(first.weight, last.bias),
+    ]
+
+
+def test_parameters_are_batched_while_chunks_come_and_go() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x).sum() + torch.stack([values.sum() for values in _batched(self.net)]).sum()
+
+    plain, model = Model(), Model()
+    module = ElixirModule(model, make_plan(model, **TIGHT), device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        for actual, expected in zip(_batched(model.net), _batched(plain.net), strict=True):
+            assert torch.equal(actual, expected)
+        values, expected_values = train(model, module, optimizer), train(plain, plain, plain_optimizer)
+        assert [k for k, v in expected_values.items() if not torch.equal(values[k], v)] == []
+    assert module.stats().evictions > 0

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.errors import PlanError, StateError
@@ -24,6 +25,7 @@ from lightning_elixir.runtime.hooks import innermost_pack
 from lightning_elixir.runtime.spans import Packing
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.plans import make_plan
+from tests.helpers.seeds import seed_torch
 from tests.helpers.tiers import crossed, telling
 from tests.helpers.user_access import CPU, OPTIONS, PLACEMENTS, RESIDENT, TIGHT, step, wrapped
 from tests.helpers.zoo import ZOO, make
@@ -57,6 +59,13 @@ def init_again(model: nn.Module) -> None:
         nn.init.normal_(p, std=0.02)
 
 
+def init_between_bounds(model: nn.Module) -> None:
+    torch.manual_seed(3)
+    for p in model.parameters():
+        nn.init.trunc_normal_(p, std=0.02)
+        p.data.add_(p.new_tensor(0.01))  # what torch's own code does with bounds, and users with constants
+
+
 def load_state(model: nn.Module) -> None:
     model.load_state_dict(make("gpt2", seed=9).state_dict())
 
@@ -84,8 +93,8 @@ def vector(model: nn.Module) -> None:
 
 
 WRITES: list[Callable[[nn.Module], None]] = [
-    ema_swap, clamp_in_place, clamp_data, assign_data, init_again, load_state, write_row,
-    write_through_kept_alias, foreach, vector,
+    ema_swap, clamp_in_place, clamp_data, assign_data, init_again, init_between_bounds, load_state,
+    write_row, write_through_kept_alias, foreach, vector,
 ]  # fmt: skip
 
 
@@ -294,6 +303,34 @@ def test_gradient_penalty_through_autograd_grad(options: dict[str, Any]) -> None
     penalty(module).backward()
     grads = module.full_grads()
     assert all(torch.equal(grads[name], p.grad) for name, p in plain.named_parameters() if p.grad is not None)
+
+
+@PLACEMENTS
+def test_learning_to_learn_through_autograd_grad(options: dict[str, Any]) -> None:
+    """Gradients with a graph and the parameters that they are of meet in one expression (MAML)."""
+
+    class Learner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            seed_torch(0)
+            self.net = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(24, 24), nn.Tanh())))
+
+        def forward(self, x: Tensor) -> Tensor:
+            fast = dict(self.net.named_parameters())
+            for _ in range(2):
+                loss = functional_call(self.net, fast, (x,)).square().mean()
+                grads = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+                fast = {name: p - 0.1 * g for (name, p), g in zip(fast.items(), grads, strict=True)}
+            result: Tensor = functional_call(self.net, fast, (x,)).square().mean()
+            return result
+
+    x = torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
+    plain, model = Learner(), Learner()
+    module = ElixirModule(model, make_plan(model, **{**options, "chunk_size": 4096}), device=CPU)
+    for m in (plain, module):
+        m(x).backward()
+    grads = module.full_grads()
+    assert [name for name, p in plain.named_parameters() if not torch.equal(grads[name], p.grad)] == []
 
 
 def test_forwards_without_grad_between_forward_and_backward() -> None:

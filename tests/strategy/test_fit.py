@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_elixir._lightning import Trainer, pl
 from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.seeds import seed_torch
 from tests.helpers.tiers import full, telling
 from tests.strategy import models
 from tests.strategy.models import (
@@ -242,6 +243,28 @@ class Clamp(pl.Callback):
 
 def test_parameters_written_between_steps_keep_what_was_written() -> None:
     assert_same_as_plain(callbacks=lambda: [Clamp()], max_epochs=2)
+
+
+class ChangedNet(Net):
+    """Its layers change while it trains: one comes that no optimizer has, one goes, or shares another's weight."""
+
+    change = "comes"
+
+    def on_train_epoch_start(self) -> None:
+        layers: Any = self.layers
+        if self.current_epoch == 1 and self.change == "comes":
+            seed_torch(3)
+            layers.insert(2, nn.Linear(32, 32))
+        elif self.current_epoch == 1 and self.change == "goes":
+            del layers[1]
+        elif self.current_epoch == 1:
+            layers[0].up.weight = layers[2].up.weight
+
+
+@pytest.mark.parametrize("change", telling(["comes", "goes", "shares"], "comes", "goes"))
+def test_layers_that_change_while_training(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChangedNet, "change", change)
+    assert_same_as_plain(ChangedNet, max_epochs=2)
 
 
 class AutoSummary(pl.Callback):
