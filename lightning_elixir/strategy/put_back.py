@@ -318,6 +318,7 @@ def left_behind(made: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
     gc.collect()
     if not _alive(made):
         return []
+    _drop_hooks(_alive(made))
     for cached in _caches():
         if cached.cache_info().currsize and _holds_fakes(gc.get_referents(cached)):
             cached.cache_clear()
@@ -326,6 +327,16 @@ def left_behind(made: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
             vars(one).clear()
     gc.collect()
     return _alive(made)
+
+
+def _drop_hooks(tensors: list[Tensor]) -> None:
+    """Hooks may lead back to their tensor through a graph, where the collector cannot look."""
+    for tensor in tensors:
+        for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
+            if hooks is not None:
+                hooks.clear()  # which the graph has as well
+        if not tensor.is_leaf and not tensor._is_view():
+            tensor.detach_()  # from hooks at its node
 
 
 def _alive(references: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
