@@ -14,7 +14,7 @@ from torch._dynamo import external_utils, trace_rules
 from torch._dynamo.eval_frame import OptimizeContext
 from torch._dynamo.utils import counters
 
-from lightning_elixir.core.module_hooks import forward_of, set_forward
+from lightning_elixir.core.module_hooks import class_forward, forward_of, is_scripted, set_forward
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def _region_of(module: nn.Module) -> CompiledRegion | None:
 
 def _compiled_forward_of(module: nn.Module) -> Any:
     """None where it is not compiled: Lightning puts another one in the place of its module's in every step."""
-    forward = forward_of(module) if "forward" in module.__dict__ else type(module).forward  # asked in every step
+    forward = forward_of(module) if "forward" in module.__dict__ else class_forward(module)  # asked in every step
     return forward if hasattr(forward, _ORIGINAL) and hasattr(forward, _CONFIG) else None
 
 
@@ -169,7 +169,7 @@ def _parts_around(module: nn.Module, apart: Collection[int]) -> Iterator[nn.Modu
 
 def inner_of(module: nn.Module) -> nn.Module:
     """What `torch.compile(module)` was given; any other module itself."""
-    inner = module._modules.get(_INNER)
+    inner = None if is_scripted(module) else module._modules.get(_INNER)
     return module if inner is None else inner
 
 
@@ -236,6 +236,7 @@ class CompiledState:
                 tuple(module._modules.values()),
             )
             for module in root.modules()
+            if not is_scripted(module)
         ]
 
     def is_current(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks")
@@ -31,7 +32,17 @@ def forward_of(module: nn.Module) -> Any:
     """The function that computes: of the module itself (`torch.compile(module)` has one as well), or of its class. Not
     a pattern's, but what that calls."""
     around = pattern_around(module)
-    return vars(module).get("forward", type(module).forward) if around is None else getattr(around, _COMPUTE)
+    return vars(module).get("forward", class_forward(module)) if around is None else getattr(around, _COMPUTE)
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether a module is TorchScript: it calls what is below it without Python, and takes few hooks."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def class_forward(module: nn.Module) -> Any:
+    """The function of its class. None for modules of TorchScript, whose class has one for each of them alone."""
+    return getattr(type(module), "forward", None)
 
 
 def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -46,7 +57,7 @@ def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 def is_replaced(module: nn.Module) -> bool:
     """Whether what computes is not the forward of the module's class."""
     forward = forward_of(module)
-    return getattr(forward, "__func__", forward) is not type(module).forward
+    return getattr(forward, "__func__", forward) is not class_forward(module)
 
 
 def own_forward(forward: Callable[..., Any]) -> Callable[..., Any]:

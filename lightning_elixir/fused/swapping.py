@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.core.functions import copy_of, held_by
 from lightning_elixir.core.module_hooks import (
+    class_forward,
     drop_own_forward,
     has_own_forward,
     is_replaced,
@@ -183,7 +184,9 @@ def _why_left(module: nn.Module) -> str | None:
 
 def _found(module: nn.Module, *, has_kernels: bool) -> tuple[str, Callable[..., Any]] | None:
     """What to swap a module for: the operator's name, and a forward; None: it computes nothing that is known."""
-    own = type(module).forward
+    own = class_forward(module)
+    if own is None:
+        return None
     formula = norm_formula(module)
     if formula is not None:
         return _NORM, _norm_forward(own, *formula)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_elixir.core.compiled_modules import compiled_regions
+from lightning_elixir.core.compiled_modules import compiled_regions, inner_of
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.activations import ActivationRequest, Fate, ModelBlock, has_offloaded
 from lightning_elixir.plan.selection import matching, near_misses
@@ -69,7 +69,7 @@ def found_blocks(model: nn.Module) -> tuple[str, ...]:
 
 def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        whole = child._modules.get("_orig_mod") or child  # of `torch.compile(layer)`
+        whole = inner_of(child)  # of `torch.compile(layer)`
         if any(base.__name__ == _CHECKPOINTING_LAYER for base in type(whole).__mro__):
             yield child
         else:

@@ -1,4 +1,5 @@
-"""Which parameters are left out of chunks: those that the user names, and frozen ones of which no chunk can be made."""
+"""Which parameters are left out of chunks: those that the user names, frozen ones of which no chunk can be made, and
+those of TorchScript."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.core.compiled_modules import compiled_regions
+from lightning_elixir.core.module_hooks import is_scripted
 from lightning_elixir.core.shells import is_shell, layout_of
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.cuts import cuts_of
@@ -46,8 +48,8 @@ def ignored_parameters(model: nn.Module, ignored: Ignored) -> tuple[IgnoredParam
     found: set[str] = set()
     for entry in () if ignored is None else entries_of("ignored", ignored):
         found |= selected("ignored", model, entry, every)
-    compiled = _compiled_shells(model)
-    found |= {fqns[0] for key, fqns in named.items() if key in compiled}
+    kept = _compiled_shells(model) | scripted_parameters(model)
+    found |= {fqns[0] for key, fqns in named.items() if key in kept}
     result = []
     for key, fqns in named.items():
         parameter = parameters[key]
@@ -60,22 +62,26 @@ def ignored_parameters(model: nn.Module, ignored: Ignored) -> tuple[IgnoredParam
 
 
 def tell_of_unchunked(model: nn.Module, ignored: Collection[IgnoredParam]) -> None:
-    """Log once which frozen parameters stay on the device, though `ignored` does not name them."""
+    """Log once which parameters stay on the device, though `ignored` does not name them."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    compiled = _compiled_shells(model)
+    compiled, scripted = _compiled_shells(model), scripted_parameters(model)
+    of_scripts = [p for p in ignored if id(parameters[p.fqn]) in scripted]
     unchunked = [
         p
         for p in ignored
-        if not p.requires_grad and (_is_unchunkable(parameters[p.fqn]) or id(parameters[p.fqn]) in compiled)
+        if not p.requires_grad
+        and p not in of_scripts
+        and (_is_unchunkable(parameters[p.fqn]) or id(parameters[p.fqn]) in compiled)
     ]
-    if unchunked:
-        shown = ", ".join(p.fqn for p in unchunked[:_SHOWN]) + (", ..." if len(unchunked) > _SHOWN else "")
-        log.info(
-            "%d frozen parameters stay on the device (%s): their class or dtype is none that chunks can hold (%s)",
-            len(unchunked),
-            format_bytes(sum(p.nbytes for p in unchunked)),
-            shown,
-        )
+    _tell(unchunked, "frozen parameters", "their class or dtype is none that chunks can hold")
+    _tell(of_scripts, "parameters", "they are those of TorchScript, which calls its modules without Python")
+
+
+def _tell(staying: Collection[IgnoredParam], what: str, why: str) -> None:
+    if staying:
+        shown = ", ".join([p.fqn for p in staying][:_SHOWN]) + (", ..." if len(staying) > _SHOWN else "")
+        nbytes = format_bytes(sum(p.nbytes for p in staying))
+        log.info("%d %s stay on the device (%s): %s (%s)", len(staying), what, nbytes, why, shown)
 
 
 def _is_unchunkable(parameter: nn.Parameter) -> bool:
@@ -93,6 +99,13 @@ def _compiled_shells(model: nn.Module) -> frozenset[int]:
     have another (Note: shells, `core/shells.py`)."""
     entrances = [region.entrance for region in compiled_regions(model)]
     return frozenset(id(p) for module in entrances for p in module.parameters() if is_shell(p))
+
+
+def scripted_parameters(model: nn.Module) -> frozenset[int]:
+    """Ids of parameters of modules that are TorchScript: these call each other without Python, so that nothing would
+    bring what they need."""
+    scripted = [module for module in model.modules() if is_scripted(module)]
+    return frozenset(id(p) for module in scripted for p in module.parameters())
 
 
 def _ignored_param(fqn: str, parameter: nn.Parameter) -> IgnoredParam:

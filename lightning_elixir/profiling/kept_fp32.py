@@ -25,7 +25,7 @@ from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.hooks import RemovableHandle
 
-from lightning_elixir.core.module_hooks import OwnHook
+from lightning_elixir.core.module_hooks import OwnHook, class_forward
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.selection import Entry, entries_of, matching, near_misses
 from lightning_elixir.profiling.parameters import norm_parameters
@@ -198,7 +198,7 @@ def compute_in_fp32(
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    return class_forward(module) is not nn.Module.forward
 
 
 class _Island(OwnHook):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.core.checkpointing import is_switched_on, switch_off, switch_on
 from lightning_elixir.core.compiled_modules import compiled_regions
+from lightning_elixir.core.module_hooks import class_forward
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.activations import Fate, ModelBlock, has_offloaded, less_activations
 from lightning_elixir.plan.memory import Budget
@@ -229,7 +230,7 @@ def _without_caches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """The arguments of a block without caches of keys and values that hold nothing for it; None if one does."""
     found = {name: kwargs[name] for name in _CACHES if kwargs.get(name) is not None}
     caches = [*found.values(), *filter(_is_cache, args)]
-    forward = type(module).forward
+    forward = class_forward(module)
     switched_on = [i for i, value in enumerate(args) if value is True and _parameter(forward, i) == _SWITCH]
     if not caches and not switched_on and not kwargs.get(_SWITCH):
         return args, kwargs

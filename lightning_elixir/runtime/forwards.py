@@ -58,6 +58,7 @@ from lightning_elixir.core.compiled_modules import (
     num_compiled_graphs,
 )
 from lightning_elixir.core.device import beside_dispatch_modes, records_graphs
+from lightning_elixir.core.module_hooks import class_forward, is_scripted
 from lightning_elixir.core.signals import deferred, deferring
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.apply import check_compiled, uncompiled_modules
@@ -168,7 +169,7 @@ class Forwards:
         self._all_modules = modules = list(engine.module.modules())
         self._statistics = [m for m in modules if getattr(m, "track_running_stats", False)]
         self._has_own_statistics = False
-        self.modules = [m for m in modules if any(True for _ in m.parameters())]
+        self.modules = [m for m in modules if _has_parameters(m)]
         """Those with parameters."""
         self._looked_through = modules_to_look_through(engine.module, home, engine.interception.class_of)
         self._context_tensors = ContextTensors(saved)
@@ -663,7 +664,7 @@ class Forwards:
                 is_model = len(access.chunk_ids) > _FEW_CHUNKS
                 self._turning.update(key for key, ids in access.covered.items() if not (ids and is_model))
         inside = {id(m) for region in regions for m in region.inside} - self._compiled
-        self._watched = [m for m in root.modules() if id(m) not in inside and any(True for _ in m.parameters())]
+        self._watched = [m for m in root.modules() if id(m) not in inside and _has_parameters(m)]
         self._light = []
         self._covered_ids.clear()
         self._entered_ids.clear()
@@ -674,7 +675,7 @@ class Forwards:
         """The modules that a model is made of, by id, and their chunks: few each."""
         for child in model.children():
             ids = frozenset(self._home[id(p)][0].id for p in child.parameters() if id(p) in self._home)
-            is_list = type(child).forward is nn.Module.forward  # nothing calls it
+            is_list = class_forward(child) is nn.Module.forward  # nothing calls it
             if is_list or len(ids) > _FEW_CHUNKS:
                 yield from self._layers_below(child)
             elif ids:
@@ -711,6 +712,11 @@ class Forwards:
         model = self._engine.module
         called = {id(m) for m in (model, *model.children())} | self._compiled
         return [m for m in self._watched if id(m) in called]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """TorchScript's have none in chunks, and take no hooks."""
+    return not is_scripted(module) and any(True for _ in module.parameters())
 
 
 def check_addresses(root: nn.Module, regions: Sequence[CompiledRegion]) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from lightning_elixir.core.module_hooks import is_scripted
 from lightning_elixir.core.random_states import (
     capture_random_states,
     generators_of,
@@ -62,6 +63,8 @@ class Recomputed:
         self._own: dict[nn.Module, list[str]] = {}  # names of what is neither tensor nor module
         self._generators: list[Any] = []
         self._draws = False  # from Python's or NumPy's
+        # Torch ends a recomputation by an exception, which TorchScript would make another of.
+        self._stops_early = not any(map(is_scripted, module.modules()))
 
     def run(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, keeps_attention: bool
@@ -97,7 +100,14 @@ class Recomputed:
         # evaluation.
         keeps_attention = keeps_attention and any(t.requires_grad for t in chain(tensors, self.module.parameters()))
         contexts = partial(self._contexts, keeps_attention)
-        return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
+        return checkpoint(
+            run,
+            *tensors,
+            use_reentrant=False,
+            preserve_rng_state=True,
+            context_fn=contexts,
+            early_stop=self._stops_early,
+        )
 
     def _contexts(self, keeps_attention: bool) -> tuple[_Context, _Context]:
         """Around a forward that is about to begin, and around its recomputation."""
@@ -226,8 +236,9 @@ def _set(part: nn.Module, is_training: bool, parameters: dict[str, Any]) -> None
     if part.training is not is_training:
         part.training = is_training
     for name, parameter in parameters.items():  # one by one, as tables of TorchScript's modules take them
-        if part._parameters.get(name, parameter) is not parameter:  # `==` of tensors is another tensor
-            part._parameters[name] = parameter
+        held = part._parameters
+        if name in held and held[name] is not parameter:  # `==` of tensors is another tensor
+            held[name] = parameter
 
 
 def _copies(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

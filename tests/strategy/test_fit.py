@@ -267,6 +267,41 @@ def test_layers_that_change_while_training(change: str, monkeypatch: pytest.Monk
     assert_same_as_plain(ChangedNet, max_epochs=2)
 
 
+class ScriptedNet(Net):
+    """Parts are TorchScript: a layer that trains, the last of a block, a function, and a frozen teacher."""
+
+    def _make(self) -> None:
+        super()._make()
+        self.extra = torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 32)))
+        block: Any = self.layers[1]
+        block.down = torch.jit.script(block.down)
+        self.act = torch.jit.script(nn.GELU())
+        teacher = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+        self.teacher = torch.jit.trace(teacher, torch.zeros(1, 32)).requires_grad_(False)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        with torch.no_grad():
+            told = self.teacher(x).softmax(1)
+        outputs = self(self.act(self.extra(x)))
+        return nn.functional.cross_entropy(outputs, y) + nn.functional.cross_entropy(outputs, told)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("options", [{}, {"activations": "recompute"}, full({"placement_policy": "auto"})])
+def test_parts_that_are_torchscript(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lightning_elixir"):
+        trainer, _ = assert_same_as_plain(
+            ScriptedNet,
+            {**TIGHT, "gpu_memory_limit": "160KiB", **options},
+            val=lambda: make_data(8, seed=2),
+            max_epochs=2,
+        )
+    assert isinstance(trainer.strategy, ElixirStrategy)
+    assert len(trainer.strategy.plan.ignored) == 10
+    assert "10 parameters stay on the device" in caplog.text
+
+
 class AutoSummary(pl.Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.summary = pl.utilities.model_summary.summarize(pl_module, max_depth=-1)
