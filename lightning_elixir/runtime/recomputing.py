@@ -3,8 +3,10 @@
 Torch's checkpoint gives it autocast and torch's random states of its forward. Here it gets what that leaves out: the
 random states of Python and NumPy and of generators that its modules have; its buffers, up to `_MOST_COPIED` elements
 each, so that running statistics are updated once and spectral norms iterate from where they began; the parameters
-(`torch.func.functional_call`), modes (`train()`, `eval()`), numbers, words, lists and dicts that its modules had then,
-which may be others when backward comes. What it counts, it counts once, and what it adds to a list is there once.
+(`torch.func.functional_call`), modes (`train()`, `eval()`), numbers, words, lists, dicts and tensors that its modules
+had then, which may be others when backward comes. What it counts, it counts once, and what it adds to a list is there
+once. Tensors are kept, not copied: large ones that the block itself replaces, such as its last output, would be held
+for longer than they are used, and are not.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class Recomputed:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._num_calls = 0
-        self._own: dict[nn.Module, list[str]] = {}  # names of what is neither tensor nor module
+        self._own: dict[nn.Module, list[str]] = {}  # names of what is neither parameter, buffer nor module
+        self._num_own: dict[nn.Module, int] = {}
         self._generators: list[Any] = []
         self._draws = False  # from Python's or NumPy's
         # Torch ends a recomputation by an exception, which TorchScript would make another of.
@@ -114,13 +117,15 @@ class Recomputed:
         parts = list(_parts(self.module))
         is_looking = self._num_calls < _FIRST_CALLS or self._num_calls % _LOOK_EVERY == 0
         self._num_calls += 1
-        if is_looking:
+        if is_looking or any(len(vars(part)) != self._num_own.get(part) for part in parts):
             self._look_at(parts)
         buffers = [(part, name, b) for part in parts for name, b in part._buffers.items() if b is not None]
         small = [(part, name, b.detach().clone()) for part, name, b in buffers if b.numel() <= _MOST_COPIED]
         large = [(name, b, b._version) for _, name, b in buffers if b.numel() > _MOST_COPIED]
         forward: list[_Context] = [_LargeBuffersStay(large)] if large else []
-        again: list[_Context] = [_ModulesAsBefore(parts, self._own)]
+        modules = _ModulesAsBefore(parts, self._own)
+        forward.append(_LettingGo(modules))
+        again: list[_Context] = [modules]
         has_common = self._draws or is_looking
         if self._generators or has_common:
             numbers = _RandomNumbersAsBefore(self._generators, has_common=has_common)
@@ -137,8 +142,9 @@ class Recomputed:
 
     def _look_at(self, parts: list[nn.Module]) -> None:
         kinds = (*_PLAIN, *_CONTAINERS)
-        own = ((p, [n for n, v in vars(p).items() if type(v) in kinds and n not in _OF_ALL_MODULES]) for p in parts)
+        own = ((p, [n for n, v in vars(p).items() if _is_own(v, kinds) and n not in _OF_ALL_MODULES]) for p in parts)
         self._own = {part: names for part, names in own if names}
+        self._num_own = {part: len(vars(part)) for part in parts}
         self._generators = generators_of(parts)
 
     def _note_drawing(self) -> None:
@@ -197,24 +203,37 @@ class _LargeBuffersStay:
 
 class _ModulesAsBefore:
     """Inside, modules have the parameters and modes that they had when this was made, and what of them is neither
-    tensor nor module; what they come to have inside goes again.
+    buffer nor module; what they have come to have since is not there, and what they come to have inside goes again.
 
     Args:
         parts: The modules.
-        own: Names of numbers, words, lists and the like, of those that have any.
+        own: Names of numbers, words, lists, tensors and the like, of those that have any.
     """
 
     def __init__(self, parts: list[nn.Module], own: Mapping[nn.Module, list[str]]) -> None:
         self._before = [
             (part, part.training, dict(part._parameters), _copies(vars(part), own.get(part, ()))) for part in parts
         ]
+        self._names = [frozenset(vars(part)) for part in parts]
         self._now: list[tuple[nn.Module, bool, dict[str, Any], dict[str, Any], Collection[str]]] = []
 
+    def let_go(self) -> None:
+        """Of large tensors that have been replaced since."""
+        for part, _, _, own in self._before:
+            replaced = [n for n, v in own.items() if isinstance(v, Tensor) and vars(part).get(n) is not v]
+            for name in replaced:
+                if own[name].numel() > _MOST_COPIED:
+                    del own[name]
+
     def __enter__(self) -> None:
-        for part, is_training, parameters, own in self._before:
-            self._now.append((part, part.training, dict(part._parameters), dict(vars(part)), own))
+        for (part, is_training, parameters, own), names in zip(self._before, self._names, strict=True):
+            has = vars(part)
+            self._now.append((part, part.training, dict(part._parameters), dict(has), own))
             _set(part, is_training, parameters)
-            vars(part).update(_copies(own, own))
+            for name in has.keys() - names:
+                if isinstance(has[name], _VALUES):
+                    del has[name]
+            has.update(_copies(own, own))
 
     def __exit__(self, *error: object) -> None:
         for part, is_training, parameters, now, put in self._now:
@@ -228,8 +247,30 @@ class _ModulesAsBefore:
                     has[name] = now[name]
                 else:
                     del has[name]
+            has.update({name: now[name] for name in now.keys() - has.keys()})
             _set(part, is_training, parameters)
         self._now = []
+
+
+class _LettingGo:
+    """Around a forward: what it replaces of its modules' large tensors is not kept for its recomputation.
+
+    Args:
+        modules: Around the recomputation.
+    """
+
+    def __init__(self, modules: _ModulesAsBefore) -> None:
+        self._modules = modules
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *error: object) -> None:
+        self._modules.let_go()
+
+
+def _is_own(value: Any, kinds: Collection[type]) -> bool:
+    return type(value) in kinds or isinstance(value, Tensor)
 
 
 def _set(part: nn.Module, is_training: bool, parameters: dict[str, Any]) -> None:

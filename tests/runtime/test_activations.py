@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -305,6 +306,90 @@ def test_what_blocks_keep_is_kept_once(fate: str) -> None:
         assert one.cached is not None
         assert other.cached is not None
         assert torch.equal(one.cached, other.cached)
+
+
+class _Given(nn.Module):
+    """Computes with tensors that others put into it: a weight that is made elsewhere, a condition; and with an average
+    that it makes in its first call, and goes on with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.linear = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.condition: Tensor | None = None
+        self.last: Tensor | None = None
+        del self.made.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "average"):
+            self.average = x.new_zeros(WIDTH)
+        y = x - self.average
+        self.average = self.average * 0.9 + x.detach().mean((0, 1)) * 0.1
+        self.last = torch.tanh(self.made(y if self.condition is None else y * self.condition))
+        return x + torch.sin(self.linear(self.last))
+
+
+class _Giving(Stack):
+    def __init__(self) -> None:
+        super().__init__(_Given, depth=3)
+        self.weights, self.conditions = nn.Linear(8, WIDTH * WIDTH), nn.Embedding(2, WIDTH)
+        self.codes = nn.Parameter(torch.linspace(-1, 1, 48).view(2, 3, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for weights, condition in zip(self.codes, self.conditions.weight, strict=True):
+            for block, code in zip(self.blocks, weights, strict=True):
+                block.made.weight, block.condition = self.weights(code).view(WIDTH, WIDTH) * 0.1, condition + 1.0
+                x = block(x)
+        for block in self.blocks:
+            del block.made.weight
+            block.condition = None
+        return self.out(x)
+
+
+@pytest.mark.parametrize("fate", telling(["recompute", "recompute_offloaded"], "recompute"))
+def test_tensors_that_blocks_are_given_are_those_of_their_forward(fate: str) -> None:
+    seed_torch(0)
+    model = _Giving()
+    pair = Pair(model, planned(model, fate))
+    for seed in range(3):
+        pair.step(seed)
+    pair.check()
+    assert pair.module.stats().recomputed_blocks > 0
+    kept, expected = ([m for m in one.modules() if isinstance(m, _Given)] for one in (model, pair.plain))
+    for one, other in zip(kept, expected, strict=True):
+        assert torch.equal(one.average, other.average)
+        assert one.last is not None
+        assert other.last is not None
+        assert torch.equal(one.last, other.last)
+
+
+class _Showing(Block):
+    """Keeps its last output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.last = y.detach()
+        return y
+
+
+def test_large_tensors_that_a_block_replaces_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recomputing, "_MOST_COPIED", 16)
+    model = Stack(_Showing, depth=3)
+    pair = Pair(model, planned(model, "recompute"))
+    shown: dict[Any, list[weakref.ref[Tensor]]] = {}
+    alive: list[bool] = []
+
+    def run(called: Any, x: Tensor) -> Tensor:
+        y: Tensor = called(x)
+        alive.extend(one() is not None for one in shown.get(called, ()))
+        shown[called] = [weakref.ref(m.last) for m in called.modules() if isinstance(m, _Showing)]
+        return y
+
+    for seed in range(3):
+        pair.step(seed, run=run)
+    pair.check()
+    assert len(alive) == 2 * 2 * 3  # models, steps after the first, blocks
+    assert not any(alive)
 
 
 class _Telling(Block):
