@@ -83,7 +83,7 @@ class Recomputed:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 places.setdefault(id(leaf), []).append(i)
-        tensors = [leaves[same[0]] for same in places.values()]
+        tensors = [_saveable(leaves[same[0]]) for same in places.values()]
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
         as_given = [(args, kwargs)]
@@ -149,6 +149,11 @@ class Recomputed:
 
     def _note_drawing(self) -> None:
         self._draws = True
+
+
+def _saveable(tensor: Tensor) -> Tensor:
+    """One that autograd saves: what a validation under `inference_mode` has made, and the model kept, it does not."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

@@ -327,7 +327,8 @@ class RepeatableStep:
 def _copy_all(sources: Sequence[Tensor], targets: list[Tensor]) -> None:
     """Keep the values of `sources` in `targets`, which is filled where it does not fit."""
     if [(t.shape, t.dtype, t.device) for t in targets] != [(s.shape, s.dtype, s.device) for s in sources]:
-        targets[:] = [source.detach().clone() for source in sources]
+        with torch.inference_mode(False):  # a fit's validation, which has no such mode, writes to what validate() left
+            targets[:] = [source.detach().clone() for source in sources]
         return
     with torch.no_grad():
         for dtype in {source.dtype for source in sources}:

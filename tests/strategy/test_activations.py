@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_elixir._lightning import Trainer, pl
 from lightning_elixir.errors import PlanError
@@ -19,14 +19,18 @@ from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.warm_up import WarmUp
 from tests.helpers.dist import run_ranks
+from tests.helpers.seeds import seed_everything
 from tests.helpers.tiers import crossed, full
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
+    WIDTH,
+    Block,
     Net,
     Run,
     UnforeseenNet,
     assert_same_run,
+    collect,
     fit,
     make_data,
     make_trainer,
@@ -126,6 +130,42 @@ def test_blocks_are_named_from_the_lightning_module(tmp_path: Path) -> None:
 def test_what_is_no_value_is_refused_before_anything_begins(value: Any) -> None:
     with pytest.raises(PlanError, match="activations"):
         fit(ElixirStrategy(**TIGHT, activations=value))
+
+
+class Shifted(Block):
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + shift)
+
+
+class KeepsAShift(Net):
+    """Made in its first call: in a validation before fit, under `inference_mode`."""
+
+    shift: Tensor | None = None
+
+    def _make(self) -> None:
+        self.layers = nn.ModuleList([*(Shifted() for _ in range(4)), nn.Linear(WIDTH, 4)])  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.shift is None:
+            self.shift = torch.linspace(-1, 1, WIDTH)
+        *blocks, head = self.layers
+        for block in blocks:
+            x = block(x, self.shift)
+        return head(x)
+
+
+@crossed(told=["recompute"], activations=[fate.value for fate in Fate])
+def test_blocks_are_given_what_a_validation_before_has_left(activations: str) -> None:
+    def run(strategy: Any) -> Run:
+        seed_everything(11)
+        model, trainer = KeepsAShift(), make_trainer(strategy)
+        trainer.validate(model, make_data(8, seed=2), verbose=False)
+        assert model.shift is not None
+        assert model.shift.is_inference()
+        trainer.fit(model, make_data(24), make_data(8, seed=2))
+        return collect(trainer, model)
+
+    assert_same_run(run(ElixirStrategy(**TIGHT, activations=activations)), run("auto"))
 
 
 @pytest.mark.full

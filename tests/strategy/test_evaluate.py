@@ -12,6 +12,7 @@ from lightning_elixir._lightning import pl
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.tiers import crossed, full
 from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, make_data, make_trainer
+from tests.strategy.nets import BatchNormNet
 
 
 def _evaluate(strategy: Any, make_model: Callable[[], Net], **options: Any) -> tuple[Any, ...]:
@@ -56,11 +57,12 @@ def test_several_loaders() -> None:
     assert run(ElixirStrategy(**TIGHT)) == run("auto")
 
 
+@pytest.mark.parametrize("make_model", [Net, BatchNormNet])
 @pytest.mark.parametrize("options", [TIGHT, full({**CHUNK, "gpu_memory_limit": "128KiB"})], ids=str)
-def test_around_fit(options: dict[str, Any]) -> None:
+def test_around_fit(options: dict[str, Any], make_model: Callable[[], Net]) -> None:
     def run(strategy: Any) -> Any:
         pl.seed_everything(3, verbose=False)
-        model, trainer = Net(), make_trainer(strategy)
+        model, trainer = make_model(), make_trainer(strategy)
         results: list[Any] = [trainer.validate(model, make_data(8, seed=2), verbose=False)]
         trainer.fit(model, make_data(), make_data(8, seed=2))
         results.append(trainer.test(model, make_data(8, seed=2), verbose=False))
