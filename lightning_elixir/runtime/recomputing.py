@@ -121,7 +121,9 @@ class Recomputed:
             self._look_at(parts)
         buffers = [(part, name, b) for part in parts for name, b in part._buffers.items() if b is not None]
         small = [(part, name, b.detach().clone()) for part, name, b in buffers if b.numel() <= _MOST_COPIED]
-        large = [(name, b, b._version) for _, name, b in buffers if b.numel() > _MOST_COPIED]
+        # Those of `inference_mode` count no writes: torch refuses them.
+        counted = [(name, b) for _, name, b in buffers if b.numel() > _MOST_COPIED and not b.is_inference()]
+        large = [(name, b, b._version) for name, b in counted]
         forward: list[_Context] = [_LargeBuffersStay(large)] if large else []
         modules = _ModulesAsBefore(parts, self._own)
         forward.append(_LettingGo(modules))

@@ -133,8 +133,18 @@ def test_what_is_no_value_is_refused_before_anything_begins(value: Any) -> None:
 
 
 class Shifted(Block):
+    """Has a table in a large buffer, which its first call makes."""
+
+    table: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None, persistent=False)
+
     def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x + shift)
+        if self.table is None:
+            self.table = torch.linspace(-1, 1, 1 << 17)
+        return super().forward(x + shift * self.table[0])
 
 
 class KeepsAShift(Net):
