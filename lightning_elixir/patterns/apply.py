@@ -148,6 +148,12 @@ def take_out(model: nn.Module) -> None:
             setattr(forward.module, name, value)
 
 
+def met_keys(model: nn.Module, patterns: Patterns) -> set[str | type]:
+    """Keys of patterns that mean a module of a model."""
+    modules = named_modules(model, remove_duplicate=False)
+    return {key for key in patterns if _names_meant(key, modules)}
+
+
 def put_in(model: nn.Module, patterns: Patterns, mesh: Mesh, rank: int) -> None:
     """Put patterns into a model. The same on every rank.
 
@@ -215,11 +221,14 @@ def _shown(key: str | type) -> str:
     return repr(key) if isinstance(key, str) else key.__name__
 
 
-def _meant(key: str | type, modules: Mapping[str, nn.Module]) -> list[str]:
+def _names_meant(key: str | type, modules: Mapping[str, nn.Module]) -> list[str]:
     if isinstance(key, type):
-        names = [_adapted(name, modules) for name, module in modules.items() if isinstance(module, key)]
-    else:
-        names = matching(key, modules)
+        return [_adapted(name, modules) for name, module in modules.items() if isinstance(module, key)]
+    return matching(key, modules)
+
+
+def _meant(key: str | type, modules: Mapping[str, nn.Module]) -> list[str]:
+    names = _names_meant(key, modules)
     if not names:
         close = near_misses(key, modules) if isinstance(key, str) else []
         hint = f"; close to it are {', '.join(close)}" if close else ""

@@ -75,6 +75,11 @@ def own_patterns(model: nn.Module, mesh: Mesh) -> dict[str | type, ParallelPatte
     return found
 
 
+def brings_plan(model: nn.Module) -> bool:
+    """Whether modules in a model may say by themselves how they are cut."""
+    return next(_models(model), None) is not None
+
+
 def _models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The outermost modules that bring plans along."""
     seen: list[str] = []

@@ -322,7 +322,8 @@ class EngineStrategy(StrategyOptions, ABC):
             tell_of_idle_patterns(self._given_config)
         limits = limits or MemoryLimits()
         budget = planner.budget(host_bytes_of(module), limits=limits)
-        run_together(self._comm, lambda: put_patterns_in(module, config, self._comm))
+        others = [engine.module for engine in self._engines]
+        run_together(self._comm, lambda: put_patterns_in(module, config, self._comm, others))
         # Before the plan, which counts what they save
         with run_together(self._comm, lambda: fuse(module, config.use_fused_kernels, self.root_device)):
             plan, is_final = planner.first_plan(module, budget, is_training=is_training)

@@ -303,7 +303,7 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
         if self._comm.rank > 0:
             give_meta_buffers_memory(module)
         move_metrics(module, self.root_device, is_fresh=True)
-        share = ModelShare(wanted_bytes(module), lambda: self._runs)
+        share = ModelShare(wanted_bytes(module, self.precision.compute_dtype), lambda: self._runs)
         make_planner = partial(self._planner, share, is_training=is_training)
         if is_training:  # one that is not leaves them open, which counts as 1
             self._settle_sizes(module, make_planner, partial(self._step_of, module), is_training=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,9 +14,9 @@ from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.core.device import release_cached_memory
 from lightning_elixir.core.first_names import first_names
 from lightning_elixir.errors import PlanError
-from lightning_elixir.patterns.apply import put_in, take_out
+from lightning_elixir.patterns.apply import met_keys, pattern_forwards, put_in, take_out
 from lightning_elixir.patterns.cuts import cuts_of, whole_of
-from lightning_elixir.patterns.model_plans import own_patterns
+from lightning_elixir.patterns.model_plans import brings_plan, own_patterns
 from lightning_elixir.patterns.placed import check_placed, placed_modules, take_over
 from lightning_elixir.plan.mesh import offsets_in_whole
 from lightning_elixir.runtime.sources import set_source, source_of
@@ -60,11 +61,12 @@ def take_dtensors_over(module: nn.Module, config: ElixirConfig, comm: Comm, devi
         release_cached_memory(device)  # it had parts of the model
 
 
-def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None:
+def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm, earlier: Sequence[nn.Module] = ()) -> None:
     """Have a model's modules share their work, where the options say so; the same on every rank. Not collective.
 
     Args:
         module: As the user built it, and not in an engine.
+        earlier: Other models of the same options, in engines: what a pattern is for in one of them need not be here.
 
     Raises:
         PlanError: It cannot have these patterns.
@@ -83,8 +85,16 @@ def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None
     patterns = config.patterns
     if mesh.tensor > 1 and not is_placed:
         config.check_pattern_along("tensor")
-    if patterns is None:  # what parallelize_module() has done is not done again
+    if patterns is not None:
+        elsewhere = {key for other in earlier for key in met_keys(other, patterns)}
+        here = met_keys(module, patterns)
+        patterns = {key: one for key, one in patterns.items() if key in here or key not in elsewhere}
+    elif not brings_plan(module) and any(next(pattern_forwards(other), None) is not None for other in earlier):
+        patterns = {}
+    else:  # what parallelize_module() has done is not done again
         patterns = own_patterns(module, replace(mesh, tensor=1) if is_placed else mesh)
+    if not patterns and not is_placed and comm.rank == 0:
+        log.warning("no pattern is for %s: every rank computes it whole", type(module).__name__)
     put_in(module, patterns, mesh, comm.rank)
     for parameter in module.parameters():
         cuts, whole = cuts_of(parameter), whole_of(parameter)

@@ -124,11 +124,17 @@ class _Alone:
 ALONE: Neighbours = _Alone()
 
 
-def wanted_bytes(model: nn.Module) -> int:
-    """What a model takes of all memory together, roughly: 16 bytes for each element that trains."""
-    return sum(
-        round_up(p.numel(), ALIGN_NUMEL) * (16 if p.requires_grad else p.element_size()) for p in model.parameters()
-    )
+def wanted_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
+    """What a model takes of all memory together, roughly: 16 bytes for each element that trains, 32 in fp64.
+
+    Args:
+        dtype: What parameters are computed in; None: their own.
+    """
+    found = 0
+    for p in model.parameters():
+        itemsize = p.element_size() if dtype is None else dtype.itemsize
+        found += round_up(p.numel(), ALIGN_NUMEL) * (max(16, 4 * itemsize) if p.requires_grad else p.element_size())
+    return found
 
 
 @dataclass(frozen=True)

@@ -676,6 +676,26 @@ def test_what_is_lacking_is_of_all_modules_that_share_the_memory() -> None:
     fabric.strategy.close()
 
 
+def test_a_small_module_in_fp64_gets_what_it_needs_beside_a_larger_one() -> None:
+    """On two ranks, whose chunks take more than those of one."""
+    assert run_ranks(_small_beside_large, 2, init_group=False) == [True, True]
+
+
+def _small_beside_large() -> bool:
+    fabric = make_fabric(
+        {**CHUNK, "placement_policy": "cpu", "gpu_memory_limit": "600KiB"}, Loop(devices=2, precision="64-true")
+    )
+    held = []
+    for net in (
+        nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]),
+        nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 64)),
+    ):
+        held.append(fabric.setup(net, make_optimizer("adamw", net.parameters(), 1e-2)))
+    parts = [EngineHandle.of(model.module).budget.gpu_bytes for model, _ in held]
+    fabric.strategy.close()
+    return 0 < parts[1] < parts[0] and sum(parts) <= 600 * 1024
+
+
 def test_several_optimizers_of_one_module() -> None:
     def run(strategy: Any) -> Any:
         fabric = make_fabric(strategy)

@@ -342,6 +342,47 @@ def test_under_fabric(expert: int, tmp_path: Path) -> None:
     assert difference(torch.load(tmp_path / "saved.ckpt", weights_only=False)["model"], expected) < CLOSE
 
 
+def beside_another(tensor: int, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Two modules, of which patterns are for the first alone; both in one loss. Returns the states of both."""
+    is_plain = tensor == 1
+    case = Case(tensor=tensor)
+    given = {"tensor_parallel_size": tensor, "patterns": case.patterns if kind == "given" else None}
+    tight = {"placement_policy": "cpu", "chunk_size": 6000, **given}
+    strategy = "auto" if is_plain else fabric.ElixirStrategy(**tight)
+    loop = Fabric(strategy=strategy, accelerator="cpu", devices=tensor)
+    loop.launch()
+    first = case.make() if kind == "given" else make("llama")
+    second = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    models, optimizers = [], []
+    for net in (first, second):
+        torch.manual_seed(4)
+        nn.init.normal_(next(net.parameters()), std=0.1)
+        model, optimizer = loop.setup(net, new_optimizer(net.parameters()))
+        models.append(model)
+        optimizers.append(optimizer)
+    for step in range(STEPS):
+        tokens = batch_of(step, 0)
+        loss = models[0](tokens) if kind == "given" else models[0](input_ids=tokens, labels=tokens).loss
+        loop.backward(loss + models[1](tokens.float()).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    states = [{k: v.clone() for k, v in model.state_dict().items()} for model in models]
+    if not is_plain:
+        assert sum(loop.strategy.engine_of(model).stats().evictions for model in models) > 0
+        loop.strategy.close()
+    return states[0], states[1]
+
+
+@pytest.mark.parametrize("kind", ["given", full("own")])
+def test_a_module_without_patterns_beside_one_with_them(kind: str) -> None:
+    """Under Fabric, which sets up one after the other."""
+    expected = beside_another(1, kind)
+    for found in run_ranks(beside_another, 2, 2, kind, init_group=False):
+        for mine, plain in zip(found, expected, strict=True):
+            assert difference(mine, plain) < CLOSE
+
+
 class Elsewhere(Plain):
     """Weights that are not there yet, in a way that patterns cannot do."""
 
