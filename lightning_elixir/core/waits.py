@@ -112,6 +112,7 @@ class Position(NamedTuple):
 # Where one rank has a batch and another has come to something else, it may be that the other has no batch left.
 MORE_BATCHES = (
     "Where one rank has more batches than another, give all as many, with a DistributedSampler or `limit_train_batches`"
+    " (in a prediction with experts that are spread, `limit_predict_batches`)"
 )
 
 

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_elixir import ElixirStrategy, fabric, pretrained
 from lightning_elixir._lightning import Fabric, LightningModule
-from lightning_elixir.errors import PlanError
+from lightning_elixir.errors import DivergenceError, PlanError
 from lightning_elixir.patterns import Column, Expert, Row
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.pattern_fits import TIGHT, Model, Tokens, fit, fit_plain, make, trainer_of
-from tests.helpers.patterns import STEPS, Case, difference, new_optimizer, train_plain
+from tests.helpers.patterns import EXPERT, STEPS, VOCABULARY, Case, difference, new_optimizer, train_plain
 from tests.helpers.patterns import batch as batch_of
 from tests.helpers.releases import need_experts_in_one_module
 from tests.helpers.tiers import full, telling
@@ -172,6 +172,34 @@ def test_evaluation() -> None:
         own = [float(model.training_step(batch, 0)) for batch in DataLoader(Tokens(), batch_size=2)]
     for losses in run_ranks(evaluated, 2, "mixtral", init_group=False):
         assert losses == pytest.approx([sum(own) / len(own)], abs=CLOSE)
+
+
+class Predicting(Model):
+    def predict_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.training_step(batch, index)
+
+
+def predicted(limit: int | None) -> Any:
+    """What each rank has of five samples, or the error."""
+    strategy = ElixirStrategy(expert_parallel_size=2, patterns=EXPERT, **TIGHT)
+    trainer = trainer_of(strategy, 2, use_distributed_sampler=True, limit_predict_batches=limit)
+    data = DataLoader(torch.stack([Tokens()[i] for i in range(5)]), batch_size=1)
+    try:
+        return [float(loss) for loss in trainer.predict(Predicting("mixture"), data) or []]
+    except DivergenceError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_predictions_need_as_many_batches_on_all_ranks_that_share_experts(limit: int | None) -> None:
+    found = run_ranks(predicted, 2, limit, init_group=False)
+    if limit is None:
+        assert all("limit_predict_batches" in text for text in found)
+        return
+    net = make("mixture")
+    with torch.no_grad():
+        expected = [float(net(Tokens()[i][None] % VOCABULARY)) for i in range(4)]
+    assert found == [pytest.approx(expected[rank::2], abs=CLOSE) for rank in range(2)]
 
 
 class FromFiles(Model):

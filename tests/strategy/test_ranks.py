@@ -198,6 +198,28 @@ class MeanNet(Net):
         return super().training_step(batch, batch_idx)
 
 
+class SharedMeanNet(MeanNet):
+    """Computes with the buffer, and shares it as the docs say where DDP does not."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._share()
+
+    def on_validation_start(self) -> None:
+        self._share()
+
+    def _share(self) -> None:
+        if not isinstance(self.trainer.strategy, pl.strategies.DDPStrategy):
+            dist.broadcast(self.mean, src=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - self.mean)
+
+
+def test_other_buffers_are_shared_by_hooks() -> None:
+    """DDP does that by itself."""
+    _assert_equal_to_ddp(SharedMeanNet)
+
+
 def _saved_and_loaded_mean(path: str, state_dict_type: str) -> tuple[float, float]:
     means = []
     for ckpt_path in (None, path):  # nothing is left to do for the second one
