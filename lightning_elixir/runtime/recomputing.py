@@ -63,7 +63,7 @@ class Recomputed:
         self.module = module
         self._num_calls = 0
         self._own: dict[nn.Module, list[str]] = {}  # names of what is neither parameter, buffer nor module
-        self._num_own: dict[nn.Module, int] = {}
+        self._names: list[frozenset[str]] = []  # of all that each has
         self._generators: list[Any] = []
         self._draws = False  # from Python's or NumPy's
         # Torch ends a recomputation by an exception, which TorchScript would make another of.
@@ -117,15 +117,17 @@ class Recomputed:
         parts = list(_parts(self.module))
         is_looking = self._num_calls < _FIRST_CALLS or self._num_calls % _LOOK_EVERY == 0
         self._num_calls += 1
-        if is_looking or any(len(vars(part)) != self._num_own.get(part) for part in parts):
+        names = [frozenset(vars(part)) for part in parts]
+        if is_looking or names != self._names:
             self._look_at(parts)
+            self._names = names
         buffers = [(part, name, b) for part in parts for name, b in part._buffers.items() if b is not None]
         small = [(part, name, b.detach().clone()) for part, name, b in buffers if b.numel() <= _MOST_COPIED]
         # Those of `inference_mode` count no writes: torch refuses them.
         counted = [(name, b) for _, name, b in buffers if b.numel() > _MOST_COPIED and not b.is_inference()]
         large = [(name, b, b._version) for name, b in counted]
         forward: list[_Context] = [_LargeBuffersStay(large)] if large else []
-        modules = _ModulesAsBefore(parts, self._own)
+        modules = _ModulesAsBefore(parts, names, self._own)
         forward.append(_LettingGo(modules))
         again: list[_Context] = [modules]
         has_common = self._draws or is_looking
@@ -146,7 +148,6 @@ class Recomputed:
         kinds = (*_PLAIN, *_CONTAINERS)
         own = ((p, [n for n, v in vars(p).items() if _is_own(v, kinds) and n not in _OF_ALL_MODULES]) for p in parts)
         self._own = {part: names for part, names in own if names}
-        self._num_own = {part: len(vars(part)) for part in parts}
         self._generators = generators_of(parts)
 
     def _note_drawing(self) -> None:
@@ -214,23 +215,25 @@ class _ModulesAsBefore:
 
     Args:
         parts: The modules.
+        names: Of all that each of them has.
         own: Names of numbers, words, lists, tensors and the like, of those that have any.
     """
 
-    def __init__(self, parts: list[nn.Module], own: Mapping[nn.Module, list[str]]) -> None:
+    def __init__(self, parts: list[nn.Module], names: list[frozenset[str]], own: Mapping[nn.Module, list[str]]) -> None:
         self._before = [
             (part, part.training, dict(part._parameters), _copies(vars(part), own.get(part, ()))) for part in parts
         ]
-        self._names = [frozenset(vars(part)) for part in parts]
+        self._names = names
         self._now: list[tuple[nn.Module, bool, dict[str, Any], dict[str, Any], Collection[str]]] = []
 
     def let_go(self) -> None:
-        """Of large tensors that have been replaced since."""
+        """Of large tensors that have been replaced since, and of all graphs."""
         for part, _, _, own in self._before:
             replaced = [n for n, v in own.items() if isinstance(v, Tensor) and vars(part).get(n) is not v]
             for name in replaced:
                 if own[name].numel() > _MOST_COPIED:
                     del own[name]
+            own.update({name: _mapped(value, _cut) for name, value in own.items()})
 
     def __enter__(self) -> None:
         for (part, is_training, parameters, own), names in zip(self._before, self._names, strict=True):
@@ -260,7 +263,7 @@ class _ModulesAsBefore:
 
 
 class _LettingGo:
-    """Around a forward: what it replaces of its modules' large tensors is not kept for its recomputation.
+    """Around a forward: what it replaces of its modules' large tensors is not kept for its recomputation, nor graphs.
 
     Args:
         modules: Around the recomputation.
@@ -295,9 +298,50 @@ def _copies(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    if type(value) not in _CONTAINERS or len(value) > _MOST_ITEMS:
-        return value
-    return tree_map(lambda inner: inner.copy() if type(inner) is set else inner, value)
+    return _mapped(value, _copied_leaf)
+
+
+def _copied_leaf(value: Any) -> Any:
+    if isinstance(value, _Cut):
+        return value.again()
+    return value.copy() if type(value) is set else value
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """With that done to a value, or to what is in a container."""
+    if type(value) not in _CONTAINERS:
+        return change(value)
+    return value if len(value) > _MOST_ITEMS else tree_map(change, value)
+
+
+def _cut(value: Any) -> Any:
+    has_graph = isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.grad_fn is not None
+    return _Cut(value) if has_graph else value
+
+
+class _Cut:
+    """A tensor without its graph: where no backward frees that, as of outputs that are in no loss, it holds the call
+    that made it, which would hold the call before it, and so all calls that there ever were."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+
+    def again(self) -> Tensor:
+        """A tensor like it for autograd: of a graph, so that it may be written to."""
+        made: Tensor = _Apart.apply(torch.empty(0, requires_grad=True), self._tensor)  # type: ignore[no-untyped-call]
+        return made
+
+
+class _Apart(torch.autograd.Function):
+    """The second, as a result: gradients go no further."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None
 
 
 class _RandomNumbersAsBefore:

@@ -392,6 +392,74 @@ def test_large_tensors_that_a_block_replaces_are_let_go(monkeypatch: pytest.Monk
     assert not any(alive)
 
 
+class _Moved(Block):
+    """Is given a tensor under one of two names."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        shift, scale = (vars(self).get(name) for name in ("shift", "scale"))
+        y = x * torch.sin(scale) if shift is None else torch.sin(x) + torch.cos(x * shift)  # type: ignore[arg-type]
+        return super().forward(y)
+
+
+class _Moving(Stack):
+    def __init__(self) -> None:
+        super().__init__(_Moved, depth=2)
+        self.given = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        self.num_calls += 1
+        for name in ["shift", "shift" if self.num_calls < 3 else "scale"]:
+            for block in self.blocks:
+                vars(block)[name] = self.given * 2
+                x = block(x)
+                del vars(block)[name]
+        return self.out(x)
+
+
+def test_tensors_that_blocks_are_given_may_come_under_other_names() -> None:
+    seed_torch(0)
+    model = _Moving()
+    pair = Pair(model, planned(model, "recompute"))
+    for seed in range(5):
+        pair.step(seed)
+    pair.check()
+    assert pair.module.stats().recomputed_blocks > 0
+
+
+class _Probing(Block):
+    """Keeps what is in no loss, with its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Linear(WIDTH, 4)
+        self.seen: Tensor | None = None
+        self.all_seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        before = 0.0 if self.seen is None else self.seen.detach().mean() + self.all_seen[0].detach().mean()
+        self.seen = torch.tanh(self.probe(y.sin()))
+        self.all_seen = [torch.tanh(self.probe(y.cos()))]
+        return torch.sin(y + before)
+
+
+@pytest.mark.parametrize("fate", telling(["recompute", "recompute_offloaded"], "recompute"))
+def test_no_call_of_a_block_holds_the_one_before(fate: str) -> None:
+    seed_torch(0)
+    model = Stack(_Probing, depth=2)
+    pair = Pair(model, planned(model, fate))
+    seen: list[weakref.ref[Tensor]] = []
+    for seed in range(4):
+        pair.step(seed)
+        probing = [m for m in model.modules() if isinstance(m, _Probing)]
+        seen += [weakref.ref(one) for m in probing for one in (m.seen, *m.all_seen) if one is not None]
+        assert sum(one() is not None for one in seen) == 4
+    pair.check()
+    assert pair.module.stats().recomputed_blocks > 0
+
+
 class _Telling(Block):
     """Adds a loss of its own to what it is given, as mixtures of experts do, and hands on a sum."""
 
