@@ -229,11 +229,12 @@ class _ModulesAsBefore:
     def let_go(self) -> None:
         """Of large tensors that have been replaced since, and of all graphs."""
         for part, _, _, own in self._before:
-            replaced = [n for n, v in own.items() if isinstance(v, Tensor) and vars(part).get(n) is not v]
-            for name in replaced:
-                if own[name].numel() > _MOST_COPIED:
+            for name, value in [(n, v) for n, v in own.items() if type(v) not in _PLAIN]:
+                is_tensor = isinstance(value, Tensor)
+                if is_tensor and value.numel() > _MOST_COPIED and vars(part).get(name) is not value:
                     del own[name]
-            own.update({name: _mapped(value, _cut) for name, value in own.items()})
+                else:
+                    own[name] = _mapped(value, _cut)
 
     def __enter__(self) -> None:
         for (part, is_training, parameters, own), names in zip(self._before, self._names, strict=True):
