@@ -80,6 +80,7 @@ class Meeting(enum.IntEnum):
     OPTIMIZER_STATE = 26
     MESSAGE = 27
     NO_MORE_FORWARDS = 28
+    BETWEEN_FORWARDS = 29
 
     @property
     def call(self) -> Call:
@@ -139,7 +140,8 @@ _CALLS = {
     Meeting.LOAD_OPTIMIZER_CHECKPOINT: _call("load_checkpoint(), of the optimizer"),
     Meeting.MEMORY_LIMIT: _call("set_memory_limit()"),
     Meeting.MESSAGE: _of_batch("a message between all ranks"),
-    Meeting.NO_MORE_FORWARDS: _call("the end of an evaluation, or a message in it", is_routine=True),
+    Meeting.NO_MORE_FORWARDS: _call("the end of an evaluation", is_routine=True),
+    Meeting.BETWEEN_FORWARDS: _call("a message between two batches of an evaluation", is_routine=True),
     Meeting.DISSOLVE: _call("the end of an engine, whose parameters become plain ones", is_routine=True),
 }
 _NOT_OF_STATES = {
@@ -151,8 +153,9 @@ _NOT_OF_STATES = {
     Meeting.OVERFLOWS,
     Meeting.MESSAGE,
     Meeting.NO_MORE_FORWARDS,
+    Meeting.BETWEEN_FORWARDS,
 }
-_ENDS = {Meeting.FORWARD_END, Meeting.NO_MORE_FORWARDS}
+_ENDS = {Meeting.FORWARD_END, Meeting.NO_MORE_FORWARDS, Meeting.BETWEEN_FORWARDS}
 """Of a forward: some ranks have more of them than others, in an evaluation."""
 
 
@@ -231,7 +234,7 @@ class Agreement:
         while True:
             rows = self._comm.exchange([meeting, *payload], call)
             kinds = {Meeting(row[0]) for row in rows}
-            if kinds == {meeting} or (meeting is Meeting.FORWARD_END and kinds == _ENDS):
+            if kinds == {meeting} or (meeting is Meeting.FORWARD_END and kinds <= _ENDS):
                 return [row[1:] for row in rows]
             if not self._goes_on(rows):
                 raise self._comm.diverged(call)
@@ -266,7 +269,8 @@ class Agreement:
         and all its peers have come to an exchange of theirs, or the others have no more forwards."""
         if any(row[0] in (Meeting.WANT, Meeting.READY) for row in rows):
             return True
-        if {row[0] for row in rows} == _ENDS:
+        kinds = {row[0] for row in rows}
+        if Meeting.FORWARD_END in kinds and kinds <= _ENDS:
             return True
         waiting = {rank: row[2] for rank, row in enumerate(rows) if row[0] == Meeting.PATTERN}
         return any(

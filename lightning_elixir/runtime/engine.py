@@ -411,9 +411,11 @@ class Engine:
             with deferred(), self.telling():
                 self.active.agreement.meet(Meeting.MESSAGE, call=call)
 
-    def end_forwards(self) -> None:
-        """This rank has no more batches to evaluate, or comes to a message between two of them: serve those that have
-        more, until all have come to it. Collective.
+    def end_forwards(self, *, is_message_next: bool = False) -> None:
+        """This rank has no more batches to evaluate: serve those that have, until none has. Collective.
+
+        Args:
+            is_message_next: It may have more, and comes to a message between two of them, for which all ranks wait.
 
         Raises:
             DivergenceError: Another rank comes to something else.
@@ -422,7 +424,7 @@ class Engine:
         with self.telling():
             self.forwards.end()
         if self.needs_meetings:
-            with self.meeting(Meeting.NO_MORE_FORWARDS):
+            with self.meeting(Meeting.BETWEEN_FORWARDS if is_message_next else Meeting.NO_MORE_FORWARDS):
                 pass
 
     @property

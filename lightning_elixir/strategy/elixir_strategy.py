@@ -443,7 +443,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     @override
     def _come_to(self, call: Call) -> None:
         if self._shares is not None and self._shares.is_under_way and not self._engine.engine.is_computing:
-            self._end_forwards()
+            self._engine.engine.end_forwards(is_message_next=True)
         else:
             super()._come_to(call)
 

@@ -188,3 +188,24 @@ def test_some_ranks_evaluate_more_batches(elixir: Any, lengths: list[int], is_si
     assert len(everyone[0][1]) != len(everyone[1][1])
     expected = run_ranks(_evaluate, 2, "ddp", lengths, is_sized, init_group=False)
     torch.testing.assert_close(everyone, expected, rtol=1e-6, atol=1e-6)  # DDP sums micro-batches first
+
+
+class _MessagesBetween(_QuietNet):
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.all_gather(torch.zeros(()))
+
+
+def _heard_of_messages(lengths: list[int]) -> Any:
+    def validate() -> None:
+        trainer = make_trainer(ElixirStrategy(**TIGHT), devices=_ranks()[1])
+        trainer.validate(_MessagesBetween(), DataLoader(Stream(lengths, [4, 4]), batch_size=None))
+
+    return heard_by(*_ranks(), validate)
+
+
+def test_messages_between_batches_that_some_ranks_do_not_have() -> None:
+    everyone = run_ranks(_heard_of_messages, 2, [3, 1], init_group=False)
+    assert [heard["type"] for heard in everyone] == ["DivergenceError"] * 2
+    for heard in everyone:
+        assert "rank 0 is in a message between two batches of an evaluation (" in heard["text"]
+        assert "rank 1 is in the end of an evaluation (" in heard["text"]
