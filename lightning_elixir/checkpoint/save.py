@@ -11,6 +11,7 @@ it with no memory that the system cannot take back. After each part ranks exchan
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -159,4 +160,6 @@ def _told(error: Exception) -> str:
     text = f"{type(error).__name__}: {error}"
     if "inline_container" in text:  # torch's writer of files says no more than where it stands
         text += "; a full disk gives this, so see whether it is"
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text += "; free space there, or save elsewhere"
     return text

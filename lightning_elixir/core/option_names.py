@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -18,7 +18,8 @@ def checks_option_names(init: Callable[Concatenate[S, P], None]) -> Callable[Con
     """For an `__init__` whose keyword arguments are options: it raises `OptionError` for others, with the nearest name.
 
     Subclasses may pass theirs on (`**options`): what their own `__init__` takes is among the names that are proposed,
-    and its class is the one that the message names.
+    and its class is the one that the message names. Names in `options_elsewhere`, where its class has that, are
+    options of what the values there say.
     """
     signature = inspect.signature(init)
 
@@ -33,6 +34,9 @@ def checks_option_names(init: Callable[Concatenate[S, P], None]) -> Callable[Con
 
 
 def _message(kind: type[Any], unknown: str, names: list[str]) -> str:
+    elsewhere: Mapping[str, str] = getattr(kind, "options_elsewhere", {})
+    if unknown in elsewhere:
+        return f"{kind.__name__} has no option {unknown!r}: it is one of {elsewhere[unknown]}"
     own = inspect.signature(kind.__init__).parameters.values()
     named = [p.name for p in own if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
     known = list(dict.fromkeys([*names, *named]))

@@ -443,8 +443,8 @@ class Interception:
         if access is released.GradAccess.STEP and (engine.reducer.used or engine.reducer.zeros):
             raise StateError(
                 f"{self.name_of(parameter)} is managed by lightning_elixir and has its gradient in a shard: a plain "
-                "optimizer's step() would change it without its master. Step the ElixirOptimizer (the strategy's "
-                "optimizer), or take plain parameters from copy.deepcopy(model)"
+                "optimizer's step() would not find it. Step the ElixirOptimizer (self.optimizers() under the Trainer, "
+                "what setup has returned under Fabric), or take plain parameters from copy.deepcopy(model)"
             )
         return engine.gradients.read(chunk, index)
 

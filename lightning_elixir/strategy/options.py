@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import fields
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 
@@ -30,6 +32,13 @@ from lightning_elixir.strategy.processes import Processes, StartMethod
 
 class StrategyOptions(Processes):
     """Takes them, and keeps those that are ours as one checked value."""
+
+    options_elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("precision", "devices", "num_nodes"), "the Trainer (or of Fabric)"
+    ) | dict.fromkeys(
+        ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_epochs", "max_steps"),
+        "the Trainer",
+    )
 
     @checks_option_names
     def __init__(

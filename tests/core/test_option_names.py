@@ -25,6 +25,8 @@ class Own(ElixirStrategy):
         (ElixirStrategy, "zzzz", "'zzzz': help(ElixirStrategy) has them all"),
         (fabric.ElixirStrategy, "gpu_memory_limits", "'gpu_memory_limits'; did you mean gpu_memory_limit?"),
         (fabric.ElixirStrategy, "paralelize_fn", "'paralelize_fn'; did you mean parallelize_fn?"),
+        (ElixirStrategy, "precision", "'precision': it is one of the Trainer (or of Fabric)"),
+        (Own, "gradient_clip_val", "'gradient_clip_val': it is one of the Trainer"),
         (Own, "own_sizes", "'own_sizes'; did you mean own_size?"),
     ],
 )

@@ -188,7 +188,8 @@ def test_an_error_in_a_save_of_one_file_leaves_the_earlier_one(tmp_path: Path, n
 
     undo = _half_copied(fail)
     try:
-        with pytest.raises(StorageError, match=r"has failed \(rank 0: OSError: .*No space left.*earlier checkpoints"):
+        cure = "; free space there, or save elsewhere"
+        with pytest.raises(StorageError, match=rf"has failed \(rank 0: OSError: .*No space left.*{cure}\); earlier"):
             trainer.save_checkpoint(name)
     finally:
         undo()

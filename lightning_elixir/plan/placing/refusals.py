@@ -88,7 +88,7 @@ def host_refusal(
     of_host = host_bytes_for(use.host_bytes) - host_bytes_for(limit)
     more = lacking if words.is_limit_usable else of_host
     cures = [f"{_least(problem)}{format_bytes(more, is_rounded_up=True)} more host memory for each rank{how}"]
-    on_nvme = _nvme_cure(placement.chunks, placer)
+    on_nvme = _nvme_cure(placement.chunks, placer, _least(problem))
     if on_nvme is not None:
         cures.append(on_nvme)
     if problem.regime.master_weights and placer.layout.compute_dtype == "bfloat16":
@@ -110,7 +110,7 @@ def host_refusal(
         counts = (hosts, 2 * hosts)
         fitting = next((count for count in counts if fits(replace(problem, world_size=count))), None)
         if fitting is not None:
-            cures.append(f"{fitting} {words.devices} on as many hosts")
+            cures.append(f"{fitting} {words.devices}, each on a host of its own")
     return CapacityError(
         f"host memory: with as much on the {words.device} as it holds, each rank still needs"
         f" {format_bytes(use.host_bytes)} on the host ({host_parts(use)}), but there are {format_bytes(limit)}{kept}."
@@ -120,9 +120,9 @@ def host_refusal(
     )
 
 
-def _nvme_cure(chunks: Sequence[ChunkSpec], placer: Placer) -> str | None:
+def _nvme_cure(chunks: Sequence[ChunkSpec], placer: Placer, at_least: str) -> str | None:
     """What has to go on to NVMe, with what is there already, or what a disk leaves to the host; None if it is no
-    cure."""
+    cure. Figures begin with `at_least`."""
     scheme, limit = placer.scheme, placer.budget.cpu_bytes or 0
     if scheme.regime.whole_update_bytes:
         return None  # such states stay in memory
@@ -133,7 +133,7 @@ def _nvme_cure(chunks: Sequence[ChunkSpec], placer: Placer) -> str | None:
         if moved is None:
             least = format_bytes(use.host_bytes, is_rounded_up=True)
             is_cure = use.nvme_bytes and not placer.budget.nvme_bytes  # with the disk, the host lacks that in any case
-            return f"{least} on the host beside a disk (nvme_offload_dir; {STREAMABLE})" if is_cure else None
+            return f"{at_least}{least} on the host beside a disk (nvme_offload_dir; {STREAMABLE})" if is_cure else None
         use, whose = memory_use(moved, 0, scheme), "optimizer states and parameters"
     nbytes = format_bytes(use.nvme_bytes, is_rounded_up=True)
-    return f"{nbytes} of NVMe for each rank's {whose} (nvme_offload_dir; {STREAMABLE})"
+    return f"{at_least}{nbytes} of NVMe for each rank's {whose} (nvme_offload_dir; {STREAMABLE})"

@@ -732,7 +732,7 @@ def test_more_hosts_or_nvme_are_advised_where_they_help() -> None:
         try:
             case.search()
         except CapacityError as error:
-            match = re.search(r"(\d+) GPUs on as many hosts", str(error))
+            match = re.search(r"(\d+) GPUs, each on a host of its own", str(error))
             if match is None:  # several ranks have more blocks of gradients than one
                 none += 1
                 with pytest.raises(CapacityError, match="GPU memory"):
@@ -865,7 +865,7 @@ def test_advice_on_the_host_begins_with_what_is_nearest() -> None:
     )
     assert re.search(advice, refusal(9 * 16 * KIB - 20 * KIB))
     # Of several ranks each needs five blocks on its GPU, of which one has three.
-    assert "fewer states, or 2 GPUs on as many hosts." in refusal(9 * 16 * KIB - 20 * KIB, gpu=20 * KIB)
+    assert "fewer states, or 2 GPUs, each on a host of its own." in refusal(9 * 16 * KIB - 20 * KIB, gpu=20 * KIB)
     # Of what the host has a part is kept back, here a quarter.
     of_all = refusal(9 * 16 * KIB - 20 * KIB, words=DeviceWords(host_limit="--cpu-memory", is_limit_usable=False))
     assert "What would fit: 26.7 KiB more host memory for each rank (raise --cpu-memory)" in of_all
