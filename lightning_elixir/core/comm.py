@@ -573,7 +573,7 @@ class GroupComm:
             self._wait(message.is_over_within)
             return message.rows(numel)
         mine = torch.frombuffer(array("q", values + [0] * (numel - len(values))), dtype=torch.int64)
-        rows = torch.empty(self.world_size * numel, dtype=torch.int64)
+        rows = torch.empty(self.world_size * numel, dtype=torch.int64, device="cpu")
         self._on_control(lambda: _all_gather(rows, mine, group=self._control, async_op=True))
         gathered: list[list[int]] = rows.view(self.world_size, numel).tolist()
         return gathered
@@ -589,7 +589,7 @@ class GroupComm:
     def _exchange_bytes(self, data: bytes, sizes: Sequence[int]) -> list[Any]:
         longest = max(sizes)
         mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
-        rows = torch.empty(self.world_size * longest, dtype=torch.uint8)
+        rows = torch.empty(self.world_size * longest, dtype=torch.uint8, device="cpu")
         self._on_control(lambda: _all_gather(rows, mine, group=self._control, async_op=True))
         pieces = zip(rows.view(self.world_size, longest), sizes, strict=True)
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in pieces]  # noqa: S301 - of our own ranks

@@ -189,7 +189,7 @@ class CpuDevice:
         storage.resize_(0)
 
     def host_zeros(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def lock(self, tensor: Tensor) -> None:
         pass
@@ -329,7 +329,7 @@ class CudaDevice:
 
     def host_zeros(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
         if not self._can_pin or numel == 0:
-            return torch.zeros(numel, dtype=dtype)
+            return torch.zeros(numel, dtype=dtype, device="cpu")
         pages = _PinnedPages(numel * dtype.itemsize)
         tensor = pages.tensor(dtype)
         _touch(tensor)

@@ -262,7 +262,7 @@ class HostMemory:
             tensors: Emptied. From `zeros`, and no device reads them any more.
             most_bytes: What may stay, with what has stayed before, of which as much goes as is more.
         """
-        others, alone = list[Tensor](), torch.empty(0)
+        others, alone = list[Tensor](), torch.empty(0, device="cpu")
         # A call adds one more reference while the compiler's hook is set than without it.
         least = sys.getrefcount(alone)
         with self._lock:

@@ -172,7 +172,7 @@ class Kernel:
         Raises:
             MemoryError: Without room for the sums of all rows.
         """
-        sums = torch.zeros(len(segments), dtype=torch.float64)
+        sums = torch.zeros(len(segments), dtype=torch.float64, device="cpu")
         spans = array("q", chain.from_iterable(segments))
         address, dtype, count = shard.data_ptr(), _DTYPES[shard.dtype], len(segments)
         if self.library.elixir_square_sums(
@@ -262,7 +262,12 @@ def _addresses(operands: Sequence[Tensor | None]) -> array[int]:
 
 def _check_library(library: ctypes.CDLL) -> None:
     """A small update of each kind against the written sequence."""
-    kernel = Kernel(library)
+    # The first use may be under the user's, of another dtype or device.
+    with torch.autocast("cpu", enabled=False), torch.device("cpu"), torch.no_grad():
+        _check_kernel(Kernel(library))
+
+
+def _check_kernel(kernel: Kernel) -> None:
     table: Table = [(0, 700, _TEST_SCALARS[0]), (704, _TEST_NUMEL - 704, _TEST_SCALARS[1])]
     generator = torch.Generator().manual_seed(0)
     for dtype, grad_dtype in product((torch.float32, torch.bfloat16), _DTYPES):

@@ -187,7 +187,7 @@ class AdamStates:
                 for view in self.at(position).values():
                     view.zero_()
         else:
-            self.moments = tuple(torch.zeros(self.numel, dtype=self._dtype) for _ in MOMENTS)
+            self.moments = tuple(torch.zeros(self.numel, dtype=self._dtype, device="cpu") for _ in MOMENTS)
         try:
             yield
             if is_written:
@@ -214,7 +214,7 @@ class AdamStates:
     def flat_on_disk(self, key: str) -> Tensor:
         """One moment of all segments, each where the segment lies in the shard, else zeros; read from the disk."""
         if self.on_disk is None or not self._has_come_from_disk():
-            return torch.zeros(self._shard_numel, dtype=self._dtype)
+            return torch.zeros(self._shard_numel, dtype=self._dtype, device="cpu")
         found, end = self.on_disk.read(key), 0
         for position, place in enumerate(self.places):
             if position in self.counts and position not in self._blank:

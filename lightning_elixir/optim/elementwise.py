@@ -103,7 +103,7 @@ def register_elementwise(cls: type[Optimizer], **arguments: Any) -> type[Optimiz
         )
     if issubclass(cls, HybridAdam):
         return cls  # known, and run by kernels of ours, not by code of its own that could be tried
-    probe = torch.nn.Parameter(torch.zeros(3))
+    probe = torch.nn.Parameter(torch.zeros(3, device="cpu"))
     try:
         sample = cls([probe], **arguments)
     except Exception as error:
@@ -202,9 +202,9 @@ def advance_groups(make: OptimizerMaker, groups: Sequence[dict[str, Any]], used:
         make: Makes it from groups.
         groups: As are `used` and `method`, see there.
     """
-    probes = [torch.zeros(1) for _ in groups]
+    probes = [torch.zeros(1, device="cpu") for _ in groups]
     for probe, is_used in zip(probes, used, strict=True):
-        probe.grad = torch.zeros(1) if is_used else None
+        probe.grad = torch.zeros(1, device="cpu") if is_used else None
     one = make([{**settings_of(group), "params": [p]} for group, p in zip(groups, probes, strict=True)])
     call = getattr(type(one), method)
     with torch.no_grad():

@@ -81,8 +81,8 @@ class _Trial:
     def __init__(self, make: OptimizerMaker, settings: dict[str, Any]) -> None:
         self._make = make
         self._random = torch.Generator().manual_seed(1)
-        values = [torch.randn(shape, generator=self._random) for shape in _SHAPES]
-        self._orders = [torch.randperm(v.numel(), generator=self._random) for v in values]
+        values = [torch.randn(shape, generator=self._random, device="cpu") for shape in _SHAPES]
+        self._orders = [torch.randperm(v.numel(), generator=self._random, device="cpu") for v in values]
         self._whole = [v.clone() for v in values]
         self._again = [v.clone() for v in values]
         self._pieces = [list(self._cut(i, v)) for i, v in enumerate(values)]
@@ -106,7 +106,7 @@ class _Trial:
         self._call("train")
         for step in range(_NUM_STEPS):
             size = _LARGE.get(step, 1.0)
-            grads = [size * torch.randn(shape, generator=self._random) for shape in _SHAPES]
+            grads = [size * torch.randn(shape, generator=self._random, device="cpu") for shape in _SHAPES]
             for index, grad in enumerate(grads):
                 is_used = (step, index) not in _UNUSED
                 self._whole[index].grad = grad.clone() if is_used else None
@@ -151,8 +151,8 @@ class _Trial:
         for optimizer in self._of_pieces:
             optimizer.param_groups[0].update(self._settings)
             call(optimizer)
-        probe = torch.zeros(1)
-        probe.grad = torch.zeros(1)
+        probe = torch.zeros(1, device="cpu")
+        probe.grad = torch.zeros(1, device="cpu")
         one = self._make([{**self._settings, "params": [probe]}])
         call(one)
         self._settings.update(settings_of(one.param_groups[0]))
@@ -221,7 +221,7 @@ def _is_close(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-_KNOWN = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
+_KNOWN = frozenset(vars(torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1)))
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

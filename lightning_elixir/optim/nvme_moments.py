@@ -169,7 +169,7 @@ class MomentsOnNvme:
         for part, *moments in self._states.read(lambda p: p in states and "exp_avg" not in states[p]):
             p = part.param
             if part.is_first:
-                flat = [torch.empty(p.numel(), dtype=p.dtype) for _ in MOMENTS]
+                flat = [torch.empty(p.numel(), dtype=p.dtype, device="cpu") for _ in MOMENTS]
             for whole, moment in zip(flat, moments, strict=True):
                 whole[part.start : part.start + part.numel] = moment
             if part.is_last:

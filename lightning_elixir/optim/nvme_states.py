@@ -87,7 +87,7 @@ class _Region:
 
     def read(self, moment: str) -> Tensor:
         """A copy of the whole moment."""
-        return self.states.read(moment) if self.is_written else torch.zeros(self.numel, dtype=self.dtype)
+        return self.states.read(moment) if self.is_written else torch.zeros(self.numel, dtype=self.dtype, device="cpu")
 
     def cut(self, moments: Sequence[Tensor], wanted: Callable[[Tensor], bool]) -> Iterator[tuple[Part, Tensor, Tensor]]:
         """The parts of the wanted parameters, each with its views of the two whole moments."""

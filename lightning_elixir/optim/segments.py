@@ -288,7 +288,7 @@ class SegmentOptimizer:
             return {}
         state: dict[str, Any] = self._inner.state.get(self._tensors[position], {})
         if self.is_adam and state:
-            step = torch.tensor(float(self.adam.counts[position]), dtype=torch.float32)
+            step = torch.tensor(float(self.adam.counts[position]), dtype=torch.float32, device="cpu")
             return {"step": step, **state, **self.adam.at(position)}
         return state
 
@@ -315,7 +315,7 @@ class SegmentOptimizer:
         """
         if key in MOMENTS and self.adam.is_away:
             return self.adam.flat_on_disk(key).to(dtype)
-        piece = torch.zeros(self.work.numel(), dtype=dtype)
+        piece = torch.zeros(self.work.numel(), dtype=dtype, device="cpu")
         for position, place in enumerate(self.places):
             value = self.state_of(position).get(key)
             if value is not None:

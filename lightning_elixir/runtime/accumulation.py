@@ -143,7 +143,9 @@ def _store(
     if before is None and grad.dtype == after:
         on_disk.write_grad_blocks(blocks, grad.nbytes)
         return
-    total = torch.empty(grad.numel(), dtype=after) if before is None else on_disk.read_grad(before).to(after)
+    total = (
+        torch.empty(grad.numel(), dtype=after, device="cpu") if before is None else on_disk.read_grad(before).to(after)
+    )
     add_up(total, grad, addition)
     on_disk.write_grad(total)
 

@@ -121,7 +121,7 @@ class Gradients:
         """Likewise, of those in `_spent`."""
         self._most_seen = 1
         """So many of them, and those that are referred to from nowhere else are dropped."""
-        self._unheld = _holders({(0, 0): torch.empty(1)}, (0, 0))
+        self._unheld = _holders({(0, 0): torch.empty(1, device="cpu")}, (0, 0))
 
     def read(self, chunk: Chunk, index: int) -> Tensor | None:
         """`p.grad`: the whole gradient; None: there is none. Collective, unless this rank knows that there is none.
@@ -344,7 +344,7 @@ class Gradients:
             else:
                 flat.zero_()
             return whole
-        sent = torch.zeros(max(s.numel if s is not None else 0 for s in of_ranks), dtype=chunk.dtype)
+        sent = torch.zeros(max(s.numel if s is not None else 0 for s in of_ranks), dtype=chunk.dtype, device="cpu")
         if own is not None and grad is not None:
             sent[: own.numel].copy_(self._shown(chunk, index, grad[own.in_shard]))
         for segment, row in zip(of_ranks, comm.gather_host(sent, on_all_ranks=True) or (), strict=True):

@@ -574,9 +574,9 @@ class Interception:
         stride = chunk.strides[index]
         with torch.no_grad():
             if stride is None:
-                exact = torch.empty(chunk.spec.members[index].shape, dtype=master.dtype)
+                exact = torch.empty(chunk.spec.members[index].shape, dtype=master.dtype, device="cpu")
             else:
-                exact = torch.empty_strided(chunk.spec.members[index].shape, stride, dtype=master.dtype)
+                exact = torch.empty_strided(chunk.spec.members[index].shape, stride, dtype=master.dtype, device="cpu")
             exact.copy_(value)
             flat = exact.as_strided((exact.numel(),), (1,))
             segment = engine.groups.segment(chunk.spec, index)

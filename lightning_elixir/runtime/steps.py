@@ -235,7 +235,7 @@ class Steps:
         keys = [(c.id, i) for c in engine.chunks if c.spec.requires_grad for i in range(len(c.parameters))]
         lost = engine.reducer.lost
         marks = [2 if k in lost else int(engine.reducer.has_grad(*k)) for k in keys]
-        of_ranks = torch.tensor(marks, dtype=torch.uint8)
+        of_ranks = torch.tensor(marks, dtype=torch.uint8, device="cpu")
         engine.comm.all_reduce_max(of_ranks)
         used: dict[int, set[int]] = {}
         for (chunk_id, index), mark in zip(keys, of_ranks.tolist(), strict=True):

@@ -85,7 +85,11 @@ def _put_together(
     if not member.cuts:
         return _copied(chunk.view_of(flats[0][1], index), memory)
     shape, dtype = groups.whole_shape(member), flats[0][1].dtype
-    whole = torch.empty(shape, dtype=dtype) if memory is None else memory.empty(math.prod(shape), dtype).view(shape)
+    whole = (
+        torch.empty(shape, dtype=dtype, device="cpu")
+        if memory is None
+        else memory.empty(math.prod(shape), dtype).view(shape)
+    )
     for rank, flat in flats:
         groups.part_of(member, whole, rank).copy_(chunk.view_of(flat, index))
     return whole
@@ -141,7 +145,9 @@ def whole_grads(engine: Engine, factor: float) -> dict[str, Tensor]:
     """Whole gradients of the parameters that have one, in fp32 (fp64 ones as they are), multiplied by `factor`, on
     every rank. Collective."""
     engine.reducer.landing.wait_for_all()
-    has_grad = torch.tensor([engine.store[c.id].grad is not None for c in engine.chunks], dtype=torch.uint8)
+    has_grad = torch.tensor(
+        [engine.store[c.id].grad is not None for c in engine.chunks], dtype=torch.uint8, device="cpu"
+    )
     engine.comm.all_reduce_max(has_grad)
     pieces: list[tuple[Chunk, Tensor | None]] = []
     for chunk, is_there in zip(engine.chunks, has_grad.tolist(), strict=True):
@@ -150,7 +156,7 @@ def whole_grads(engine: Engine, factor: float) -> dict[str, Tensor]:
             pieces.append((chunk, grad.to(torch.promote_types(grad.dtype, torch.float32)) * factor))
         elif is_there:  # on another rank, where users have written to a gradient of zeros
             wide = torch.promote_types(chunk.dtype, torch.float32)
-            pieces.append((chunk, torch.zeros(engine.store.optim_numel(chunk.spec), dtype=wide)))
+            pieces.append((chunk, torch.zeros(engine.store.optim_numel(chunk.spec), dtype=wide, device="cpu")))
     found = gather_whole(engine, pieces, on_all_ranks=True)
     used = engine.steps.used()
     grads: dict[str, Tensor] = {}
@@ -161,7 +167,7 @@ def whole_grads(engine: Engine, factor: float) -> dict[str, Tensor]:
             if member.fqn in found:
                 grads[member.fqn] = found[member.fqn]
             else:
-                grads[member.fqn] = torch.zeros(engine.groups.whole_shape(member), dtype=wide)
+                grads[member.fqn] = torch.zeros(engine.groups.whole_shape(member), dtype=wide, device="cpu")
     return grads
 
 
@@ -195,7 +201,7 @@ def _bytes_of_shells(engine: Engine, values: Mapping[str, Tensor]) -> dict[str, 
     for fqn, parameter in shells_of(engine).items():
         if fqn in values:
             layout = parameter.layout_at_elixir
-            found[fqn] = torch.empty(layout.nbytes, dtype=torch.uint8)
+            found[fqn] = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
             try:
                 layout.fill(found[fqn], values[fqn])
             except ValueError as error:

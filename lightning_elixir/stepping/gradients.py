@@ -112,7 +112,7 @@ class StepGradients:
 
     def _as_norm(self, value: float) -> Tensor:
         is_double = self._engine.plan.compute_dtype == "float64"
-        return torch.tensor(value, dtype=torch.float64 if is_double else torch.float32)
+        return torch.tensor(value, dtype=torch.float64 if is_double else torch.float32, device="cpu")
 
     def _add(self, clips: tuple[Transform, ...]) -> None:
         """Have the step do this to the gradients, after what it is to do already."""

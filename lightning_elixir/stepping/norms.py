@@ -80,12 +80,12 @@ class GradientNorms:
             if any(place != _UNUSED for place in own) and self._engine.groups.is_counted:
                 sums = self._of_chunk(chunk_id, change, is_max)
                 pending.setdefault(sums.values.device, []).append((own, sums))
-        result = torch.zeros(row, dtype=torch.float64)
+        result = torch.zeros(row, dtype=torch.float64, device="cpu")
         for found in pending.values():
             # In one transfer: a device that has nothing else to do waits for each.
             values = torch.cat([sums.values for _, sums in found]).to("cpu", non_blocking=False)
-            factors = torch.tensor([sums.factor for own, sums in found for _ in own], dtype=torch.float64)
-            places = torch.tensor([place for own, _ in found for place in own])
+            factors = torch.tensor([sums.factor for own, sums in found for _ in own], dtype=torch.float64, device="cpu")
+            places = torch.tensor([place for own, _ in found for place in own], device="cpu")
             is_used = places != _UNUSED
             result[places[is_used]] = (values * factors)[is_used]
         return result
@@ -95,7 +95,7 @@ class GradientNorms:
         shard, reducer = self._engine.store[chunk_id], self._engine.reducer
         bounds = [(s.shard_offset, s.numel) for s in self._states.segments[chunk_id]]
         if shard.grad is None:
-            return _Sums(torch.zeros(len(bounds), dtype=torch.float64))
+            return _Sums(torch.zeros(len(bounds), dtype=torch.float64, device="cpu"))
         if reducer.has_begun(chunk_id):
             self._engine.check_whole()
         reducer.landing.wait(chunk_id)  # and learn whether adding up has failed

@@ -122,7 +122,7 @@ class StateDicts:
             self._states.owners[chunk.id, index],
             Layout(chunk.spec.members[index].shape, chunk.strides[index]),
         )
-        mine = torch.empty(0, dtype=dtype)
+        mine = torch.empty(0, dtype=dtype, device="cpu")
         for position, place in enumerate(inner.places):
             run = inner.run_of(position, key) if place.member_index == index else None
             if run is not None:
@@ -130,7 +130,7 @@ class StateDicts:
         if not on_all_ranks and (owner == 0 or not engine.groups.is_counted):
             return layout.view(mine.clone()) if engine.comm.rank == 0 else None
         copy = engine.groups.copy
-        sent = mine if copy.rank == owner else torch.zeros(layout.numel, dtype=dtype)
+        sent = mine if copy.rank == owner else torch.zeros(layout.numel, dtype=dtype, device="cpu")
         rows = copy.gather_host(sent, on_all_ranks)
         return None if rows is None else layout.view(rows[owner].clone())
 
@@ -174,7 +174,7 @@ class StateDicts:
             flat = inner.flat_state(key, dtype)
             return {p.member_index: flat[p.shard_offset : p.shard_offset + p.numel] for p in inner.places}
         return {
-            place.member_index: torch.zeros(place.numel, dtype=dtype) if state is None else state
+            place.member_index: torch.zeros(place.numel, dtype=dtype, device="cpu") if state is None else state
             for place, state in zip(inner.places, states, strict=True)
         }
 

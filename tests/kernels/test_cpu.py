@@ -12,6 +12,7 @@ import warnings
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -520,3 +521,16 @@ def test_flat_update_is_one_call(num_threads: int | None, monkeypatch: pytest.Mo
     table = [(part.start, part.numel, part.hyper.scalars(part.step, 0.5)) for part in parts]
     by_sequence(theirs, table, theirs[1])
     assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "around", [torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", torch.float16), torch.device("meta")]
+)
+def test_it_is_found_wherever_it_is_first_used(around: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under manual optimization in mixed precision a step is in autocast, say."""
+    monkeypatch.setattr(cpu, "_the_kernel", cpu._Once(load_kernel))
+    with around:
+        assert "compiled" in cpu.implementation()
+        sums = cpu.square_sums(torch.full((5,), 2.0, device="cpu"), [(0, 5)])
+    assert sums is not None
+    assert sums.tolist() == [20.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.optim import HybridAdam
 from lightning_elixir.runtime.reducer import Reducer
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_processes, run_ranks
@@ -682,3 +684,40 @@ def test_a_device_may_be_named_by_a_string() -> None:
     assert module.engine.device.torch_device == torch.device("cpu")
     ZOO["mlp"].loss(module, 0).backward()
     module.close()
+
+
+@crossed(kind=["adamw", "hybrid"], options=OPTIONS)
+def test_torchs_default_device_has_nothing_of_the_engine(kind: str, options: dict[str, Any]) -> None:
+    """As of `torch.set_default_device("cuda")`: what belongs in host memory goes there."""
+    plain, model = _stack(), _stack()
+
+    def optimize(net: nn.Module) -> Any:
+        make_inner: Any = HybridAdam if kind == "hybrid" else partial(torch.optim.AdamW, foreach=False)
+        return make_inner(net.parameters(), lr=1e-2)
+
+    oracle = optimize(plain)
+    module = ElixirModule(model, make_plan(model, **options), device=CPU)
+    optimizer = ElixirOptimizer(module, optimize(model))
+    batches = [torch.randn(6, 32) for _ in range(4)]
+    for x in batches:
+        plain(x).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+        with torch.device("meta"):
+            optimizer.backward(module(x).square().mean())
+            assert torch.equal(module.full_grads()["0.weight"], plain[0].weight.grad)
+            torch.testing.assert_close(optimizer.clip_grad_norm_(1e9), norm)
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            module.load_full_state_dict(module.full_state_dict())
+        oracle.step()
+        oracle.zero_grad()
+    state, moments = module.full_state_dict(), optimizer.state_dict()["state"]
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert all(
+        torch.equal(moments[i][key], oracle.state_dict()["state"][i][key]) for i in moments for key in moments[i]
+    )
+
+
+def _stack() -> nn.Sequential:
+    seed_torch(0)
+    return nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])

@@ -47,7 +47,7 @@ class MappedMemory:
             except OSError as error:
                 self._is_usable = False
                 log.warning("what this disk should hold is put together in host memory: %s: %s", self._folder, error)
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def __enter__(self) -> MappedMemory:
         return self

@@ -451,7 +451,7 @@ class _Slots:
         """
         part = _Part(0, 0, 0, 0, 0, self._payload, False)
         buffer = self._staging[0]
-        buffer.copy_(torch.arange(self._payload, dtype=torch.int32).to(torch.uint8))
+        buffer.copy_(torch.arange(self._payload, dtype=torch.int32, device="cpu").to(torch.uint8))
         wanted = buffer.clone()
         self._put(0, buffer, self._pages[0])
         self._synchronize()
