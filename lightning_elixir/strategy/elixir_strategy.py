@@ -606,6 +606,8 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         if handle is not None and not handle.engine.plan.mesh.is_trivial:  # modules know parts of parameters only
             handle.engine.load_full_state_dict(checkpoint["state_dict"], strict)
             return
+        if handle is None and self.precision_plugin.precision == "64-true":
+            self.precision_plugin.convert_module(module)  # values would be rounded to what it was made in
         is_empty = handle is None and self.is_global_zero and bool(meta_parameter_names(module))
         with warnings.catch_warnings():
             # Before there is an engine, ranks that hold no values only check the names: the values come from rank 0.

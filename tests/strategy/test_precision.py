@@ -294,8 +294,10 @@ class Reseed(pl.Callback):
             torch.manual_seed(trainer.current_epoch)
 
 
-@pytest.mark.parametrize("precision", telling(["bf16-mixed", "bf16-true"], "bf16-true"))
-def test_half_precision_resumes_bit_for_bit(tmp_path: Any, precision: Any) -> None:
+@pytest.mark.parametrize("precision", telling(["bf16-mixed", "bf16-true", "64-true"], "bf16-true", "64-true"))
+def test_resumes_bit_for_bit(tmp_path: Any, precision: Any) -> None:
+    """In fp64 too, though layers are made in fp32, and plain Lightning loads them before it casts them."""
+
     def run(max_epochs: int, path: str | None = None) -> Any:
         return fit(
             ElixirStrategy(**TIGHT),
