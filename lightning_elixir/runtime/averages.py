@@ -17,7 +17,7 @@ from lightning_elixir.plan.shard_segments import Segment
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
-from lightning_elixir.runtime.whole import gather_whole, in_memory_order, own_shard_writer
+from lightning_elixir.runtime.whole import gather_whole, in_memory_order, own_shard_writer, saved_dtype
 
 if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
@@ -122,12 +122,12 @@ class Averages:
 
     def whole(self) -> dict[str, Tensor]:
         """By the names of parameters: whole averages (or, while these are in their place, parameters) in host memory,
-        in the dtypes of the model's own parameters, on rank 0; `{}` on others. Collective."""
+        in the dtypes of saved parameters, on rank 0; `{}` on others. Collective."""
         engine = self._engine
         with engine.meeting(Meeting.STATE), engine.store.checkpoint_memory() or nullcontext() as memory:
             pieces = ((c, self.own(c)) for c in self._chunks)
             found = gather_whole(engine, pieces, on_all_ranks=False, memory=memory)
-        dtypes = {m.fqn: d for c in self._chunks for m, d in zip(c.spec.members, c.original_dtypes, strict=True)}
+        dtypes = {m.fqn: saved_dtype(engine, c, i) for c in self._chunks for i, m in enumerate(c.spec.members)}
         return {name: value.to(dtypes[name]) for name, value in found.items()}
 
     def own(self, chunk: Chunk) -> Tensor:

@@ -103,7 +103,7 @@ def _copied(value: Tensor, memory: MappedMemory | None) -> Tensor:
 
 
 def whole_values(engine: Engine, *, on_all_ranks: bool, is_frozen_included: bool = True) -> dict[str, Tensor]:
-    """Whole parameters in the model's own dtypes (with masters: as precise as those). Collective.
+    """Whole parameters, of the dtypes of `saved_dtype`. Collective.
 
     Args:
         is_frozen_included: False leaves parameters out that require no gradient.
@@ -118,9 +118,18 @@ def whole_values(engine: Engine, *, on_all_ranks: bool, is_frozen_included: bool
             if fqn in found:
                 found[fqn] = parameter.layout_at_elixir.taken_out(found[fqn], empty)
     if engine.precision.master is not None:
-        dtypes = {m.fqn: d for c in engine.chunks for m, d in zip(c.spec.members, c.original_dtypes, strict=True)}
+        dtypes = {m.fqn: saved_dtype(engine, c, i) for c in engine.chunks for i, m in enumerate(c.spec.members)}
         found = {fqn: v if is_shell(v) else v.to(dtypes[fqn]) for fqn, v in found.items()}
     return found
+
+
+def saved_dtype(engine: Engine, chunk: Chunk, index: int) -> torch.dtype:
+    """Of a parameter's value in a state dict or a checkpoint: the model's own dtype, where parameters have masters, but
+    with all bits of what was trained."""
+    master, own = engine.precision.master, chunk.original_dtypes[index]
+    if master is None:
+        return chunk.dtype
+    return torch.promote_types(own, master) if chunk.spec.requires_grad else own
 
 
 def shells_of(engine: Engine) -> dict[str, ShellParameter]:

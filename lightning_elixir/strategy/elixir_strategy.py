@@ -74,6 +74,7 @@ from lightning_elixir.strategy.precision import (
     elixir_precision,
     is_update_unobserved,
     needs_norm_or_scale,
+    widen_trained,
 )
 from lightning_elixir.strategy.processes import PreparedStart
 from lightning_elixir.strategy.regimes import base_regime, fit_regime
@@ -608,6 +609,8 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
             return
         if handle is None and self.precision_plugin.precision == "64-true":
             self.precision_plugin.convert_module(module)  # values would be rounded to what it was made in
+        if handle is None and self.precision_plugin.is_mixed and module.trainer.state.fn == TrainerFn.FITTING:
+            widen_trained(module, checkpoint["state_dict"])
         is_empty = handle is None and self.is_global_zero and bool(meta_parameter_names(module))
         with warnings.catch_warnings():
             # Before there is an engine, ranks that hold no values only check the names: the values come from rank 0.

@@ -42,7 +42,7 @@ from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.averages import Averages
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.engine import Engine
-from lightning_elixir.runtime.whole import own_shard_writer
+from lightning_elixir.runtime.whole import own_shard_writer, saved_dtype
 from lightning_elixir.wrapper import ElixirModule
 
 _MODEL = "state_dict"
@@ -109,7 +109,7 @@ def model_state(module: ElixirModule, stand_ins: StandIns) -> dict[str, Any]:
 
 def _named_model(engine: Engine, stand_ins: StandIns) -> dict[str, Any]:
     values = {
-        member.fqn: stand_ins.make(engine, chunk, index, None, _saved_dtype(engine, chunk, index))
+        member.fqn: stand_ins.make(engine, chunk, index, None, saved_dtype(engine, chunk, index))
         for chunk in engine.chunks
         for index, member in enumerate(chunk.spec.members)
     }
@@ -132,15 +132,11 @@ def _named_model(engine: Engine, stand_ins: StandIns) -> dict[str, Any]:
 def averages_state(averages: Averages, engine: Engine, stand_ins: StandIns) -> dict[str, Tensor]:
     """Stand-ins for averages, by the plan's names."""
     return {
-        member.fqn: stand_ins.make(engine, chunk, index, averages, _saved_dtype(engine, chunk, index))
+        member.fqn: stand_ins.make(engine, chunk, index, averages, saved_dtype(engine, chunk, index))
         for chunk in engine.chunks
         if chunk.spec.requires_grad
         for index, member in enumerate(chunk.spec.members)
     }
-
-
-def _saved_dtype(engine: Engine, chunk: Chunk, index: int) -> torch.dtype:
-    return chunk.dtype if engine.precision.master is None else chunk.original_dtypes[index]
 
 
 def optimizer_state(optimizer: ElixirOptimizer, engine: Engine, stand_ins: StandIns) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -313,6 +313,14 @@ def _unwrap(optimizer: Any) -> ElixirOptimizer:
 def cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """In another dtype, if it is of a floating one of more than 8 bits."""
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.itemsize > 1 else tensor
+
+
+def widen_trained(module: nn.Module, values: Mapping[str, Any]) -> None:
+    """Have 16-bit parameters that train be fp32, as what is to be loaded: what masters had is not rounded then."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = values.get(name)
+        if parameter.requires_grad and isinstance(value, Tensor) and value.dtype is torch.float32:
+            parameter.data = cast_floating(parameter.data, torch.promote_types(parameter.dtype, torch.float32))
 
 
 @contextmanager

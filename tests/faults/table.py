@@ -315,9 +315,9 @@ _CHECKPOINTS = (
         "saved_in_the_compute_dtype",
         "checkpoints",
         "silent",
-        "strategy/engine_state.py",
-        "return chunk.dtype if engine.precision.master is None else chunk.original_dtypes[index]",
-        "return chunk.dtype",
+        "runtime/whole.py",
+        "    return torch.promote_types(own, master) if chunk.spec.requires_grad else own\n",
+        "    return chunk.dtype\n",
         "Sharded checkpoints of mixed precision hold 16-bit parameters: a resumed run has lost the masters' bits.",
     ),
 )

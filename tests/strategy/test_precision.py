@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -314,6 +315,34 @@ def test_resumes_bit_for_bit(tmp_path: Any, precision: Any) -> None:
     _, _, whole = run(2)
     assert [*first.losses, *second.losses] == whole.losses
     assert all(torch.equal(second.state[name], value) for name, value in whole.state.items())
+
+
+class BornHalfNet(Net):
+    """Made in 16 bits, as many models come from the hub; steps of its optimizer are smaller than those differ by."""
+
+    def __init__(self) -> None:
+        super().__init__("hybrid", 1e-6)
+        self.layers.bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_checkpoints_have_all_bits_of_what_was_trained_whatever_the_model_was_made_in(
+    tmp_path: Path, kind: Any
+) -> None:
+    def run(max_epochs: int, path: Path | None = None) -> Any:
+        strategy = ElixirStrategy(**TIGHT, state_dict_type=kind)
+        options: dict[str, Any] = {"max_epochs": max_epochs, "callbacks": [Reseed()]}
+        trainer, model, _ = fit(
+            strategy, BornHalfNet, precision="bf16-mixed", ckpt_path=None if path is None else str(path), **options
+        )
+        trainer.save_checkpoint(tmp_path / str(max_epochs))
+        return model.state_dict()
+
+    run(1)
+    resumed, whole = run(2, tmp_path / "1"), run(2)
+    assert all(value.dtype is torch.float32 for value in whole.values())
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in whole.values())
+    assert [name for name, value in whole.items() if not torch.equal(resumed[name], value)] == []
 
 
 class ParameterlessPrecision(pl.plugins.Precision):
