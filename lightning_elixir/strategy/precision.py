@@ -317,10 +317,14 @@ def cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def widen_trained(module: nn.Module, values: Mapping[str, Any]) -> None:
     """Have 16-bit parameters that train be fp32, as what is to be loaded: what masters had is not rounded then."""
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        value = values.get(name)
-        if parameter.requires_grad and isinstance(value, Tensor) and value.dtype is torch.float32:
-            parameter.data = cast_floating(parameter.data, torch.promote_types(parameter.dtype, torch.float32))
+    saved = ((p, values.get(name)) for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
+    wide = {id(p) for p, value in saved if isinstance(value, Tensor) and value.dtype is torch.float32}
+
+    def widened(tensor: Tensor) -> Tensor:
+        return cast_floating(tensor, torch.promote_types(tensor.dtype, torch.float32)) if id(tensor) in wide else tensor
+
+    for part in module.modules():
+        part._apply(widened, recurse=False)
 
 
 @contextmanager

@@ -67,6 +67,9 @@ _LINES_LOGGED = 5
 # Devices whose steps take so long that a garbage collection in one of them does not matter.
 _UNHURRIED = ("cpu",)
 _WAITING = "the norm: gradients are clipped, or overflow, so often that updates wait for all of them"
+# As many times as much as the last plan was made for has a step to take to have another one made: some programs keep a
+# number of each step on the device, and where no plan is small enough, each step would be more than the one before.
+_GROWN = 1.01
 # With several ranks, looking whether any of them wants another plan takes a message.
 _STEPS_BETWEEN_LOOKS = 16
 
@@ -273,7 +276,7 @@ class WarmUp:
         wanted = self._engine.wanted_non_model_bytes
         if self._comm.world_size > 1:
             wanted = max(row[0] for row in self._comm.exchange((wanted,)))
-        if wanted > self._least_bytes and not self._has_pending_gradients():
+        if wanted > _GROWN * self._least_bytes and not self._has_pending_gradients():
             if self._planner.chooses_activations and self._choose_anew(dry_run):
                 return
             self._least_bytes = wanted

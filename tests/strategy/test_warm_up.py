@@ -546,9 +546,10 @@ def test_steps_that_outgrow_the_plan_are_watched_again(world_size: int) -> None:
 
 
 def _growing(world_size: int) -> Any:
-    """From the sixth step on, rank 0 sees steps that take 5000 bytes."""
+    """From the sixth step on, rank 0 sees steps that take 5000 bytes, and later ones that take a little more."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         steps: list[int] = []
+        looks: list[int] = []
         original = WarmUp.after_step
 
         def after_step(warm_up: WarmUp, **options: bool) -> None:
@@ -556,7 +557,10 @@ def _growing(world_size: int) -> Any:
             original(warm_up, **options)
 
         def wanted(engine: Engine) -> int:
-            return 5000 if len(steps) >= 6 and engine.comm.rank == 0 else 0
+            if len(steps) < 6 or engine.comm.rank > 0:
+                return 0
+            looks.append(5000 if not looks else 5040)
+            return looks[-1]
 
         monkeypatch.setattr(WarmUp, "after_step", after_step)
         monkeypatch.setattr(Engine, "wanted_non_model_bytes", property(wanted))
