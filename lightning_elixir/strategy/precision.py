@@ -317,14 +317,13 @@ def cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def widen_trained(module: nn.Module, values: Mapping[str, Any]) -> None:
     """Have 16-bit parameters that train be fp32, as what is to be loaded: what masters had is not rounded then."""
-    saved = ((p, values.get(name)) for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
-    wide = {id(p) for p, value in saved if isinstance(value, Tensor) and value.dtype is torch.float32}
-
-    def widened(tensor: Tensor) -> Tensor:
-        return cast_floating(tensor, torch.promote_types(tensor.dtype, torch.float32)) if id(tensor) in wide else tensor
-
+    trained = ((name, p) for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
+    narrow = [(p, values.get(name)) for name, p in trained if p.dtype in (torch.float16, torch.bfloat16)]
+    wide = {id(p) for p, value in narrow if isinstance(value, Tensor) and value.dtype is torch.float32}
     for part in module.modules():
-        part._apply(widened, recurse=False)
+        if any(id(p) in wide for p in part._parameters.values()):
+            # Not `part._apply`, for which some have their own, such as metrics
+            nn.Module._apply(part, lambda tensor: tensor.float() if id(tensor) in wide else tensor, recurse=False)
 
 
 @contextmanager

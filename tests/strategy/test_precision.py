@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
 
 from lightning_elixir import ElixirPrecision
 from lightning_elixir._lightning import pl
@@ -323,6 +324,7 @@ class BornHalfNet(Net):
     def __init__(self) -> None:
         super().__init__("hybrid", 1e-6)
         self.layers.bfloat16()
+        self.mean = MeanMetric()
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
