@@ -44,6 +44,7 @@ from lightning_elixir.strategy.model_init import materialise, skeleton_of
 from lightning_elixir.strategy.options import StrategyOptions
 from lightning_elixir.strategy.pattern_setup import (
     check_mesh,
+    check_seeds,
     put_patterns_in,
     take_dtensors_over,
     tell_of_idle_patterns,
@@ -322,6 +323,7 @@ class EngineStrategy(StrategyOptions, ABC):
             tell_of_idle_patterns(self._given_config)
         limits = limits or MemoryLimits()
         budget = planner.budget(host_bytes_of(module), limits=limits)
+        check_seeds(config, self._comm)
         others = [engine.module for engine in self._engines]
         run_together(self._comm, lambda: put_patterns_in(module, config, self._comm, others))
         # Before the plan, which counts what they save

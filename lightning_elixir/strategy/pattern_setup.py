@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,6 +24,9 @@ from lightning_elixir.runtime.sources import set_source, source_of
 from lightning_elixir.strategy.config import ElixirConfig
 
 log = logging.getLogger(__name__)
+
+_SEED = "PL_GLOBAL_SEED"
+"""Where Lightning keeps what `seed_everything` was called with; its samplers shuffle by it."""
 
 
 def check_mesh(config: ElixirConfig, world_size: int, num_nodes: int) -> None:
@@ -59,6 +63,25 @@ def take_dtensors_over(module: nn.Module, config: ElixirConfig, comm: Comm, devi
     """
     if take_over(module, config.mesh(comm.world_size), comm.rank):
         release_cached_memory(device)  # it had parts of the model
+
+
+def check_seeds(config: ElixirConfig, comm: Comm) -> None:
+    """Whether ranks that share batches draw the same numbers, as far as Lightning knows. Collective.
+
+    Raises:
+        PlanError: They do not, on every rank.
+    """
+    mesh = config.mesh(comm.world_size)
+    if mesh.tensor < 2:
+        return
+    seeds = comm.exchange_objects(os.environ.get(_SEED))
+    differing = [group for group in mesh.along("tensor") if len({seeds[rank] for rank in group}) > 1]
+    if differing:
+        told = ", ".join(f"{rank}: {seeds[rank]}" for rank in differing[0])
+        raise PlanError(
+            f"ranks of one tensor-parallel group share batches and dropout, and have other seeds (rank {told}): call"
+            " seed_everything() with the same number on all ranks, before the Trainer or Fabric begins"
+        )
 
 
 def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm, earlier: Sequence[nn.Module] = ()) -> None:

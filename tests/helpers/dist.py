@@ -316,6 +316,8 @@ def _run_job(job: _Job, environment: dict[str, str]) -> bytes:
     os.chdir(job.cwd)
     os.environ.clear()
     os.environ.update(environment)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # of a test that ran when some of the workers were started
+        os.environ.pop(name, None)
     os.environ.update(
         RANK=str(job.rank),
         LOCAL_RANK=str(job.rank),

@@ -20,10 +20,12 @@ from lightning_elixir._lightning import Fabric, LightningModule
 from lightning_elixir.errors import DivergenceError, PlanError
 from lightning_elixir.patterns import Column, Expert, Row
 from tests.helpers.dist import RankError, run_ranks
+from tests.helpers.failures import heard_by
 from tests.helpers.pattern_fits import TIGHT, Model, Tokens, fit, fit_plain, make, trainer_of
 from tests.helpers.patterns import EXPERT, STEPS, VOCABULARY, Case, difference, new_optimizer, train_plain
 from tests.helpers.patterns import batch as batch_of
 from tests.helpers.releases import need_experts_in_one_module
+from tests.helpers.seeds import seed_everything
 from tests.helpers.tiers import full, telling
 
 CLOSE = 1e-5
@@ -319,6 +321,24 @@ def too_few() -> None:
 def test_a_number_of_ranks_that_the_sizes_do_not_divide() -> None:
     with pytest.raises(RankError, match="multiple of 2, and there are 3"):
         run_ranks(too_few, 3, init_group=False)
+
+
+def _seeded(seeds: list[int]) -> dict[str, Any]:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    seed_everything(seeds[rank])
+    strategy = ElixirStrategy(tensor_parallel_size=2, patterns={"up": Column(), "down": Row()})
+    trainer = trainer_of(strategy, world_size, use_distributed_sampler=True)
+    return heard_by(rank, world_size, lambda: trainer.fit(Plain(), DataLoader(torch.randn(8, 8), batch_size=4)))
+
+
+@pytest.mark.parametrize("seeds", [[1, 2], full([3, 3, 4, 4]), full([3, 3, 4, 5])])
+def test_ranks_that_share_batches_have_one_seed(seeds: list[int]) -> None:
+    """Their samplers would draw other batches, and their layers drop out other values."""
+    told = run_ranks(_seeded, len(seeds), seeds, init_group=False)
+    is_refused = seeds != [3, 3, 4, 4]
+    assert [heard["type"] for heard in told] == ["PlanError" if is_refused else ""] * len(seeds)
+    first = "0: 1, 1: 2" if len(seeds) == 2 else "2: 4, 3: 5"
+    assert all(f"(rank {first})" in heard["text"] for heard in told) == is_refused
 
 
 @pytest.mark.parametrize("has_trainer", [True, False])
