@@ -128,7 +128,9 @@ class Recomputed:
         large = [(name, b, b._version) for name, b in counted]
         forward: list[_Context] = [_LargeBuffersStay(large)] if large else []
         modules = _ModulesAsBefore(parts, names, self._own)
-        forward.append(_LettingGo(modules))
+        at_its_end = ExitStack()
+        at_its_end.callback(modules.let_go)
+        forward.append(at_its_end)
         again: list[_Context] = [modules]
         has_common = self._draws or is_looking
         if self._generators or has_common:
@@ -227,7 +229,7 @@ class _ModulesAsBefore:
         self._now: list[tuple[nn.Module, bool, dict[str, Any], dict[str, Any], Collection[str]]] = []
 
     def let_go(self) -> None:
-        """Of large tensors that have been replaced since, and of all graphs."""
+        """The forward is over: keep no large tensors that it has replaced, and no graphs."""
         for part, _, _, own in self._before:
             for name, value in [(n, v) for n, v in own.items() if type(v) not in _PLAIN]:
                 is_tensor = isinstance(value, Tensor)
@@ -261,23 +263,6 @@ class _ModulesAsBefore:
             has.update({name: now[name] for name in now.keys() - has.keys()})
             _set(part, is_training, parameters)
         self._now = []
-
-
-class _LettingGo:
-    """Around a forward: what it replaces of its modules' large tensors is not kept for its recomputation, nor graphs.
-
-    Args:
-        modules: Around the recomputation.
-    """
-
-    def __init__(self, modules: _ModulesAsBefore) -> None:
-        self._modules = modules
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, *error: object) -> None:
-        self._modules.let_go()
 
 
 def _is_own(value: Any, kinds: Collection[type]) -> bool:

@@ -157,14 +157,20 @@ class _Normed(nn.Module):
         return x + torch.tanh(self.linear(self.norm(x)))
 
 
-@pytest.mark.parametrize("fate", FATES[1:])
-def test_buffers_are_written_once(fate: str) -> None:
-    seed_torch(0)
-    model = Stack(_Normed, depth=3)
+def _three_steps(model: nn.Module, fate: str) -> Pair:
+    """Beside plain PyTorch, to which they are equal."""
     pair = Pair(model, planned(model, fate))
     for seed in range(3):
         pair.step(seed)
     pair.check()
+    return pair
+
+
+@pytest.mark.parametrize("fate", FATES[1:])
+def test_buffers_are_written_once(fate: str) -> None:
+    seed_torch(0)
+    model = Stack(_Normed, depth=3)
+    _three_steps(model, fate)
 
 
 class _Moody(nn.Module):
@@ -293,10 +299,7 @@ class _Collecting(nn.Module):
 def test_what_blocks_keep_is_kept_once(fate: str) -> None:
     seed_torch(0)
     model = Stack(_Collecting, depth=3)
-    pair = Pair(model, planned(model, fate))
-    for seed in range(3):
-        pair.step(seed)
-    pair.check()
+    pair = _three_steps(model, fate)
     assert pair.module.stats().recomputed_blocks > 0
     kept, expected = ([m for m in one.modules() if isinstance(m, _Collecting)] for one in (model, pair.plain))
     for one, other in zip(kept, expected, strict=True):
@@ -350,10 +353,7 @@ class _Giving(Stack):
 def test_tensors_that_blocks_are_given_are_those_of_their_forward(fate: str) -> None:
     seed_torch(0)
     model = _Giving()
-    pair = Pair(model, planned(model, fate))
-    for seed in range(3):
-        pair.step(seed)
-    pair.check()
+    pair = _three_steps(model, fate)
     assert pair.module.stats().recomputed_blocks > 0
     kept, expected = ([m for m in one.modules() if isinstance(m, _Given)] for one in (model, pair.plain))
     for one, other in zip(kept, expected, strict=True):
