@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 # rest.
 _NUM_MEASUREMENTS = 60
 # Raised when figures come to mean something else: kept ones are measured again.
-_METHOD = 5
+_METHOD = 6
 # The disk gets a fixed part of the budget: a file is written and read several times.
 _DISK_SHARE = 0.05
 _MIN_ARENA_BYTES = 4 * 2**20

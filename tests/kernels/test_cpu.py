@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -310,6 +312,55 @@ def test_its_threads_stand_behind_the_programs(kernel: Kernel) -> None:
     assert len(seen) >= 3
     assert set(seen) == {behind}
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+
+
+_CROWD = """
+import os, subprocess, sys, time
+from pathlib import Path
+import torch
+from lightning_elixir.kernels.addition import Addition
+from lightning_elixir.kernels.cpu import load_kernel
+
+def found():
+    tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "elixir_update\\n"]
+    return {os.sched_getscheduler(int(task.name)) for task in tasks}
+
+def run_until(policies):
+    deadline = time.monotonic() + 60
+    while found() != policies:
+        assert time.monotonic() < deadline, found()
+        kernel.add_up(total, grad, next(iter(Addition)), 2)
+
+kernel, total, grad = load_kernel(), torch.zeros(2**24), torch.ones(2**24)
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+run_until({os.SCHED_IDLE})
+busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+try:
+    run_until({os.SCHED_OTHER})
+finally:
+    for one in busy:
+        one.kill()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems have no such policies")
+@pytest.mark.full
+@pytest.mark.parametrize("is_privileged", [True, False])
+def test_its_threads_run_when_nothing_else_does_unless_they_are_crowded_out(is_privileged: bool) -> None:
+    """A thread that lost its processor with a piece in hand would hold up the step for seconds, each time. Without
+    privileges none may leave SCHED_IDLE: others take the place of those threads."""
+
+    def give_up() -> None:
+        ctypes.CDLL(None).prctl(24, 23, 0, 0, 0)  # PR_CAPBSET_DROP, CAP_SYS_NICE: from exec on
+
+    done = subprocess.run(
+        [sys.executable, "-c", _CROWD],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=None if is_privileged else give_up,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")

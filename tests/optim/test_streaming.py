@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning_elixir.errors import CapacityError
 from lightning_elixir.kernels import cpu
 from lightning_elixir.optim.adam import AdamHyper
 from lightning_elixir.optim.execution import ChunkUpdate, UpdateRecord, UpdateRunner
-from lightning_elixir.optim.streaming import _MAX_QUEUED, StateStream
+from lightning_elixir.optim.streaming import StateStream
 from lightning_elixir.optim.updates import FlatUpdate, UpdatePart
 from lightning_elixir.plan.stream_buffers import NUM_SLOTS, SCRATCH_BYTES, SLOT_BYTES, STREAM_BYTES
 from tests.helpers.tiers import crossed
@@ -283,49 +284,66 @@ def test_an_error_loses_no_piece_under_way(device: torch.device) -> None:
     assert_same(actual, expected)  # it had been issued
 
 
-class _SlowEvent:
-    """Over only when the host has waited for it."""
+class _Told:
+    """A moment of one piece, which tells when something waits for it."""
 
-    def __init__(self, log: list[str], number: int) -> None:
-        self._log, self._number, self._is_over = log, number, False
+    def __init__(self, log: list[str], what: str, number: int) -> None:
+        self._log, self._what, self._number = log, what, number
 
     def wait(self) -> None:
-        self._log.append(f"slot of {self._number}")
+        self._log.append(f"lane waits: {self._what} of {self._number}")
 
     def is_over(self) -> bool:
-        return self._is_over
+        return False
 
     def synchronize(self) -> None:
-        self._log.append(f"host waits for {self._number}")
-        self._is_over = True
+        self._log.append(f"host waits: {self._what} of {self._number}")
 
 
-def test_host_waits_only_while_much_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+class _UpLane:
+    """Tells which piece goes up on it."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self._log, self._name = log, name
+
+    def issue(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def resume(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def record(self) -> _Told:
+        number = sum(entry.startswith("up") for entry in self._log)
+        self._log.append(f"up {self._name}")
+        return _Told(self._log, "up", number)
+
+
+def test_pieces_go_up_on_two_lanes_in_turn_and_wait_for_their_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lane has nothing more to copy when its piece is up: what else goes up has the bus then."""
     stream = StateStream(make_device(torch.device("cpu")), **SMALL)
     log: list[str] = []
     issue = StateStream._issue
 
-    def slow(self: StateStream, piece: FlatUpdate, number: int, is_free: Any) -> Any:
-        log.append(f"issue {number}")
+    def told(self: StateStream, piece: FlatUpdate, number: int, is_free: Any) -> Any:
         issue(self, piece, number, is_free)
-        return _SlowEvent(log, number)
+        return _Told(log, "end", number)
 
-    monkeypatch.setattr(StateStream, "_issue", slow)
-    updates = [new_update("mixed", lambda n, d: torch.empty(n, dtype=d)) for _ in range(6)]
+    monkeypatch.setattr(StateStream, "_issue", told)
+    stream._up_lanes = [_UpLane(log, "a"), _UpLane(log, "b")]
+    updates = [new_update("mixed", lambda n, d: torch.empty(n, dtype=d)) for _ in range(2)]
     num_pieces = sum(len(list(u.pieces(stream._piece_numel(u)))) for u in updates)
-    assert num_pieces > _MAX_QUEUED
+    assert num_pieces > 2 * NUM_SLOTS
     stream.reserve()
     for update in updates:
         stream.issue(update)
-    assert [entry for entry in log if entry.startswith("issue")] == [f"issue {i}" for i in range(num_pieces)]
-    # A slot is filled again when the piece that had it has come back.
-    assert [entry for entry in log if entry.startswith("slot")] == [
-        f"slot of {i}" for i in range(num_pieces - NUM_SLOTS)
-    ]
-    # Each piece that is too many has the host wait for the oldest, and for no more.
-    waits = [entry for entry in log if "host waits" in entry]
-    assert waits == [f"host waits for {i}" for i in range(num_pieces - _MAX_QUEUED)]
-    assert log.index("host waits for 0") == log.index(f"issue {_MAX_QUEUED}") - 1
+    expected = []
+    for i in range(num_pieces):
+        if i >= 2:
+            expected.append(f"host waits: up of {i - 2}")
+        if i >= NUM_SLOTS:  # a slot is filled again when the piece that had it has come back
+            expected.append(f"lane waits: end of {i - NUM_SLOTS}")
+        expected += [f"up {'ab'[i % 2]}", f"lane waits: up of {i}"]
+    assert log == expected
 
 
 def test_pieces_are_cut_for_the_slots_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
