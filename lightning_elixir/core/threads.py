@@ -5,7 +5,7 @@ on the host would take as many times longer as there are cores. That one is not 
 takes its part of the machine instead. `LIGHTNING_ELIXIR_NUM_THREADS` is a user's wish.
 
 Threads of updates leave a quarter of a rank's cores, two at most, to those that launch and copy, and stand behind them
-where cores are short (`kNiceness`, `kernels/adam.cpp`).
+where cores are short (`Standing`, `kernels/adam.cpp`).
 """
 
 from __future__ import annotations
