@@ -42,7 +42,7 @@ constexpr int kMaxThreads = 1024;
 // What launches for the device must not wait for a processor, so the threads stand behind the program's: they run under
 // SCHED_IDLE, which gives way at once to whatever wakes up. Seen on an H200 with 16 cores, 14 threads at work: beside
 // streamed updates the thread of backward waited for a processor during 0.3 to 0.5 of the time where they were merely
-// nicer, and 0.01 to 0.1 so; steps took 4 to 18% less.
+// nicer, and 0.01 to 0.1 so; steps took 1 to 13% less.
 // Where others keep all processors busy, such a thread gets next to nothing, with a piece that its caller waits for. One
 // that had less than half of a time of at least kCrowdedNs while it worked says so, and for kCrowdedForNs all are only
 // nicer, by kNiceness, as they are where SCHED_IDLE is refused.
