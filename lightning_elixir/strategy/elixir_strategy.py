@@ -569,10 +569,9 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
 
     @property
     def _trainer_is_fitting(self) -> bool:
-        """Whether `fit` runs, which comes to its end, or to an exception, later on."""
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer
-        return trainer is not None and trainer.state.fn == TrainerFn.FITTING and trainer.state.status == "running"
+        """Whether `fit` runs, which comes to its end, or to an exception, later on. In `on_fit_end` and in the hooks of
+        teardown it has come to it."""
+        return self._fit_run is not None and self._module.trainer.state.status == "running"
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -398,6 +398,16 @@ def test_a_save_after_the_fit_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     CheckpointIndex(Path("one.ckpt"))
 
 
+@pytest.mark.parametrize("hook", ["on_fit_end", full("teardown")])
+def test_a_save_at_the_end_of_the_fit_is_waited_for(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
+    """Lightning calls these hooks when the strategy has waited for all saves."""
+    last = pl.Callback()
+    setattr(last, hook, lambda trainer, *_, **__: trainer.save_checkpoint("one.ckpt"))
+    _flush_with(monkeypatch, _fail)
+    with pytest.raises(StorageError, match="has failed"):
+        fit(ElixirStrategy(**ASYNC), callbacks=[last])
+
+
 class _Reference(pl.Callback):  # type: ignore[misc]
     """The state at each step, and a gate that opens some steps after the first save."""
 
