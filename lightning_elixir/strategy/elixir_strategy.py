@@ -625,10 +625,10 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._sharded.is_open and not checkpoint["optimizer_states"]:
-            self._sharded.load_optimizers(self._engine, self._wrapped_optimizers)
-            return
         states, optimizers = checkpoint["optimizer_states"], self._wrapped_optimizers
+        if self._sharded.has_states_for(states):
+            self._sharded.load_optimizers(self._engine, optimizers)
+            return
         if not states:  # as plain Lightning does, which says nothing
             log.warning("the checkpoint holds no optimizer state: the optimizer begins anew")
             return

@@ -19,7 +19,7 @@ nothing frozen, and of theirs, states are taken wrongly where a group lists para
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.utils._pytree import keystr, tree_leaves_with_path
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_elixir.checkpoint import CheckpointIndex, Extent, TensorPlan
 from lightning_elixir.checkpoint.writer import FILE_BYTES, Contents, ShardWriter
@@ -82,22 +84,46 @@ class _Source:
     dtype: torch.dtype
 
 
-@dataclass
 class StandIns:
-    """The stand-ins of one checkpoint."""
+    """The stand-ins of checkpoints: each is known as long as something has it. A copy has none."""
 
-    known: dict[int, tuple[Tensor, _Source]] = field(default_factory=dict)
-    """By `id`; keeps them, so that no other tensor gets it."""
+    def __init__(self) -> None:
+        self._known = WeakTensorKeyDictionary()
+
+    def __reduce__(self) -> Any:
+        return StandIns, ()
 
     def make(self, engine: Engine, chunk: Chunk, member_index: int, state: _Kept, dtype: torch.dtype) -> Tensor:
         shape = engine.groups.whole_shape(chunk.spec.members[member_index])
         value = torch.empty(shape, dtype=dtype, device="meta")
-        self.known[id(value)] = (value, _Source(chunk, member_index, state, dtype))
+        self._known[value] = _Source(chunk, member_index, state, dtype)
         return value
 
     def source_of(self, value: Any) -> _Source | None:
-        found = self.known.get(id(value))
-        return None if found is None else found[1]
+        found: _Source | None = self._known.get(value) if isinstance(value, Tensor) else None
+        return found
+
+
+def check_values(checkpoint: Mapping[str, Any], stand_ins: StandIns) -> None:
+    """Whether every tensor has values, or stands for what is read when it is written.
+
+    Args:
+        checkpoint: As Lightning gives it.
+
+    Raises:
+        PlanError: One is on `meta`: a stand-in in another place, or what was computed from one.
+    """
+    read = (_MODEL, CURRENT_MODEL, "optimizer_states")
+    for path, value in tree_leaves_with_path(checkpoint):
+        if not isinstance(value, Tensor) or not value.is_meta:
+            continue
+        if getattr(path[0], "key", None) not in read or stand_ins.source_of(value) is None:
+            raise PlanError(
+                f"checkpoint{keystr(path)} has no values: when on_save_checkpoint runs for a sharded checkpoint,"
+                " parameters and optimizer states are still to be read. They may be left out and get other names in"
+                " 'state_dict' and 'optimizer_states'; nothing can be computed from them, nor may they go elsewhere."
+                " Take values from self.state_dict(), or use state_dict_type='full'"
+            )
 
 
 def model_state(module: ElixirModule, stand_ins: StandIns) -> dict[str, Any]:

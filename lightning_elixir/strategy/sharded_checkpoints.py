@@ -38,6 +38,7 @@ from lightning_elixir.strategy.engine_state import (
     SavePlan,
     StandIns,
     averages_state,
+    check_values,
     load_averages,
     load_model,
     load_optimizer,
@@ -64,6 +65,7 @@ class ShardedCheckpoints:
         self._running: _Commit | None = None
         self._thread_comm: Comm | None = None
         self._index: CheckpointIndex | None = None
+        self._states_to_come: list[Any] = []  # Lightning's list of states that are in the folder that is open
         self._own: Mapping[str, Any] = {}
         self._awaited: tuple[bool, str] | None = None  # `strict` and `root`, for when there is an engine
 
@@ -71,7 +73,6 @@ class ShardedCheckpoints:
 
     def model_state(self, module: ElixirModule) -> dict[str, Any]:
         """With stand-ins for parameters; the first part of a checkpoint. Collective."""
-        self._stand_ins = StandIns()  # those of the last checkpoint go
         return model_state(module, self._stand_ins)
 
     def optimizer_state(self, module: ElixirModule, optimizer: ElixirOptimizer) -> dict[str, Any]:
@@ -104,14 +105,17 @@ class ShardedCheckpoints:
             names: Further names of "state_dict", "optimizer_0", "optimizer_1" and so on.
 
         Raises:
+            PlanError: What the checkpoint holds has no values.
             StorageError: This save, or the last one, has failed on some rank.
         """
         self.finish()
+        run_together(comm, lambda: check_values(checkpoint, self._stand_ins))
         meta = dict(checkpoint)
-        model, states = meta.pop("state_dict"), meta.pop("optimizer_states", [])
+        model, states = meta.pop("state_dict"), meta.get("optimizer_states", [])
+        if states:  # an empty list is kept, by which optimizers begin anew
+            del meta["optimizer_states"]
         current = meta.pop(CURRENT_MODEL, None)
         plan = SavePlan(module.engine, optimizers, model, states, self._stand_ins, names or {}, current)
-        self._stand_ins = StandIns()
         randoms = comm.exchange_objects(_as_plain(capture_random_states(device)))
         scaler = optimizers[0].scaler.state_dict() if optimizers and optimizers[0].scaler.enabled else None
         meta[OWN_KEY] = {
@@ -190,7 +194,8 @@ class ShardedCheckpoints:
         meta = run_together(comm, lambda: self._opened.meta(weights_only))
         self._own = meta.pop(OWN_KEY, None) or {}
         if saved_optimizers(self._opened, self._further_names):
-            meta["optimizer_states"] = []  # Lightning asks for them to be loaded if they are there
+            # Lightning asks for them to be loaded if they are there, and users may have put others in their place.
+            meta["optimizer_states"] = self._states_to_come = []
         return meta
 
     def whole_models(self, comm: Comm) -> dict[str, dict[str, Any]]:
@@ -245,6 +250,10 @@ class ShardedCheckpoints:
     def load_averages(self, module: ElixirModule, averages: Averages) -> dict[str, Tensor]:
         """Of such a folder the averages; returns their buffers by name. Collective."""
         return load_averages(averages, module.engine, self._opened)
+
+    def has_states_for(self, states: Sequence[Any]) -> bool:
+        """Whether an open folder's states are what these, out of the checkpoint that `open` gave, stand for."""
+        return self.is_open and states is self._states_to_come
 
     def load_optimizer(self, module: ElixirModule, optimizer: ElixirOptimizer, root: str) -> None:
         """States, settings and the loss scale. Collective.

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +334,84 @@ def test_hooks_see_and_change_the_state_dict(tmp_path: Path) -> None:
     resumed = make_trainer(ElixirStrategy(**OPTIONS["cuda"]))
     resumed.fit(ThriftyNet(), make_data(), ckpt_path=str(tmp_path / "one"))
     assert_same_state(dump(resumed)[0], dump(trainer)[0])
+
+
+def _halve(model: Net, checkpoint: dict[str, Any]) -> None:
+    checkpoint["state_dict"]["layers.4.weight"] = checkpoint["state_dict"]["layers.4.weight"] * 0.5
+
+
+def _keep_aside(model: Net, checkpoint: dict[str, Any]) -> None:
+    checkpoint["aside"] = [{"weight": checkpoint["state_dict"]["layers.4.weight"]}]
+
+
+def _forget_moments(model: Net, checkpoint: dict[str, Any]) -> None:
+    for state in checkpoint["optimizer_states"][0]["state"].values():
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    ("hook", "place"),
+    [
+        (_halve, r"checkpoint\['state_dict'\]\['layers.4.weight'\]"),
+        (_keep_aside, r"checkpoint\['aside'\]\[0\]\['weight'\]"),
+        full(
+            _forget_moments, r"checkpoint\['optimizer_states'\]\[0\]\['state'\]\['layers.0.norm.weight'\]\['exp_avg'\]"
+        ),
+    ],
+)
+def test_what_would_be_saved_without_values_is_refused(tmp_path: Path, hook: Any, place: str) -> None:
+    """Values kept aside were tensors on meta in the folder, and so lost."""
+    trainer, model, _ = fit(ElixirStrategy(**OPTIONS["tight"]))
+    model.on_save_checkpoint = partial(hook, model)
+    with pytest.raises(PlanError, match=f"{place} has no values"):
+        trainer.save_checkpoint(tmp_path / "one")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_may_be_saved_while_another_is_put_together(tmp_path: Path) -> None:
+    class Saves(Net):
+        is_inside = False
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if not self.is_inside:
+                self.is_inside = True
+                self.trainer.save_checkpoint(tmp_path / "inner")
+
+    trainer, _, _ = fit(ElixirStrategy(**OPTIONS["tight"]), Saves)
+    trainer.save_checkpoint(tmp_path / "outer")
+    expected = dump(trainer)[0]
+    for name in ("inner", "outer"):
+        loaded = make_trainer(ElixirStrategy(**OPTIONS["cuda"]))
+        loaded.fit(Net(), make_data(), ckpt_path=str(tmp_path / name))
+        assert_same_state(dump(loaded)[0], expected)
+
+
+@crossed(
+    kind=["full", "sharded"],
+    hook=["on_save_checkpoint", "on_load_checkpoint"],
+    told=["sharded-on_save_checkpoint", "sharded-on_load_checkpoint"],
+)
+def test_states_that_a_hook_takes_away_begin_anew(tmp_path: Path, kind: Any, hook: str) -> None:
+    class Anew(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            for layer in self.modules():  # a folder has the random states as well
+                if isinstance(layer, nn.Dropout):
+                    layer.p = 0.0
+
+        def on_hook(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["optimizer_states"] = []
+
+    setattr(Anew, hook, Anew.on_hook)
+
+    def losses(make_strategy: Callable[[], Any], path: Path) -> list[float]:
+        trainer, _, _ = fit(make_strategy(), Anew, max_epochs=1)
+        trainer.save_checkpoint(path)
+        return [loss.item() for loss in fit(make_strategy(), Anew, ckpt_path=str(path), max_epochs=2)[1].losses]
+
+    options = {**OPTIONS["tight"], "state_dict_type": kind}
+    expected = losses(lambda: "auto", tmp_path / "plain")
+    assert losses(lambda: ElixirStrategy(**options), tmp_path / "one") == expected
 
 
 class ForgetfulNet(Net):
