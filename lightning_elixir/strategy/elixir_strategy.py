@@ -583,7 +583,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         self._sharded.close()
         path = Path(self.broadcast(checkpoint_path))
         restore_previous(path)
-        if path.is_dir():
+        if self._reads_folder(path):
             # Fabric's folders have nothing of Lightning's loops: a fit begins its first epoch with their values.
             own = {"pytorch-lightning_version": pl.__version__, "lr_schedulers": []}
             found = own | self._sharded.open(path, self._comm, weights_only)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_elixir._lightning import CPUAccelerator, TorchCheckpointIO
-from lightning_elixir.checkpoint import local_path, replacing_folder, save_together, whole_file
+from lightning_elixir.checkpoint import is_checkpoint_folder, local_path, replacing_folder, save_together, whole_file
 from lightning_elixir.core.comm import SoloComm
 from lightning_elixir.core.frames import with_room
 from lightning_elixir.core.garbage import no_collections
@@ -394,6 +394,14 @@ class EngineStrategy(StrategyOptions, ABC):
     @property
     def _is_sharded(self) -> bool:
         return self._config.state_dict_type == "sharded"
+
+    def _reads_folder(self, path: Path) -> bool:
+        """Whether a checkpoint is a folder, and not one that a `CheckpointIO` of the user's has written."""
+        innermost: Any = self.checkpoint_io
+        while (inner := getattr(innermost, "checkpoint_io", None)) is not None:  # an asynchronous one has another
+            innermost = inner
+        reads_files = type(innermost).load_checkpoint is TorchCheckpointIO.load_checkpoint
+        return path.is_dir() and (reads_files or is_checkpoint_folder(path))
 
     def _save_file(self, filepath: str | Path, save: Callable[[Any], None]) -> None:
         """Have rank 0 write a checkpoint of one file, which is whole or not there. Collective.

@@ -471,7 +471,7 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
         self.checkpoint_io.teardown()  # an asynchronous one comes to its end
         path = Path(self.broadcast(path))
         restore_previous(path)
-        if not path.is_dir():
+        if not self._reads_folder(path):
             return super().load_checkpoint(path, state, strict, weights_only)
         return load_folder(self._sharded, path, state, self._comm, strict=strict, weights_only=weights_only)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elixir._lightning import pl
+from lightning_elixir._lightning import CheckpointIO, Fabric, pl
 from lightning_elixir.errors import PlanError
+from lightning_elixir.fabric import ElixirStrategy as FabricStrategy
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.tiers import crossed, full, telling
 from tests.strategy.models import (
@@ -337,3 +339,34 @@ def test_asynchronous_io_of_lightning_is_honoured_for_files_and_refused_for_fold
     assert_same_state(torch.load(files[-1], weights_only=False)["state_dict"], expected.state)
     with pytest.raises(PlanError, match="AsyncCheckpointIO would have nothing to do.*async_save=True"):
         run(ElixirStrategy(**TIGHT, state_dict_type="sharded"), tmp_path / "folder")
+
+
+class _InFolders(CheckpointIO):
+    """A file for each part of a checkpoint."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        Path(path).mkdir(parents=True)
+        for name, value in checkpoint.items():
+            torch.save(value, Path(path) / name)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        return {file.name: torch.load(file, weights_only=False) for file in Path(path).iterdir()}
+
+    def remove_checkpoint(self, path: Any) -> None:
+        shutil.rmtree(path)
+
+
+def test_folders_of_a_users_checkpoint_io_are_read_by_it(tmp_path: Path) -> None:
+    trainer, _, first = fit(ElixirStrategy(**TIGHT), plugins=[_InFolders()])
+    trainer.save_checkpoint(tmp_path / "whole")
+    assert_same_as_plain(plugins=[_InFolders()], ckpt_path=str(tmp_path / "whole"), max_epochs=2)
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(**TIGHT), plugins=[_InFolders()])
+    fabric.launch()
+    found = fabric.load(tmp_path / "whole")
+    assert_same_state(found["state_dict"], first.state)
+    # Those of sharded checkpoints are ours.
+    trainer, _, _ = fit(ElixirStrategy(**TIGHT, state_dict_type="sharded"))
+    trainer.save_checkpoint(tmp_path / "sharded")
+    loaded = make_trainer(ElixirStrategy(**TIGHT), plugins=[_InFolders()])
+    loaded.fit(Net(), make_data(), ckpt_path=str(tmp_path / "sharded"))
+    assert_same_state(loaded.strategy.lightning_module_state_dict(), first.state)
