@@ -60,8 +60,9 @@ def check_same_model(comm: Comm, specs: Sequence[ParamSpec]) -> None:
 def _describe(specs: Sequence[tuple[Any, ...]], at: int) -> str:
     if at >= len(specs):
         return "missing"
-    fqn, shape, dtype, requires_grad, _ = specs[at]
-    return f"{fqn} {list(shape)} {dtype}{'' if requires_grad else ' (frozen)'}"
+    fqn, shape, dtype, requires_grad, aliases = specs[at]
+    ties = f", also {', '.join(aliases)}," if aliases else ""
+    return f"{fqn} {list(shape)} {dtype}{'' if requires_grad else ' (frozen)'}{ties}"
 
 
 def _digest(value: Any) -> str:
@@ -304,7 +305,8 @@ def meta_parameter_names(model: nn.Module) -> list[str]:
 
 def materialise(model: nn.Module, is_loaded: bool = False) -> None:
     """Give `meta` parameters and buffers memory, and the values that `reset_parameters` of their modules draws.
-    Parameters whose values are in a file stay as they are.
+    Parameters that are tied stay so, with the values that the first of their modules draws. Parameters whose values are
+    in a file, and buffers that have values, stay as they are.
 
     Args:
         is_loaded: Their values come from a checkpoint, so that none need be drawn.
@@ -313,25 +315,31 @@ def materialise(model: nn.Module, is_loaded: bool = False) -> None:
         PlanError: Modules hold parameters on `meta` and have no `reset_parameters`.
     """
     helpless: list[str] = []
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules():
+        tied = {key: made[parameter] for key, parameter in module._parameters.items() if parameter in made}
+        module._parameters.update(tied)
         own: list[Tensor] = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         empty = [tensor for tensor in own if tensor.is_meta and source_of(tensor) is None]
         if not empty:
             continue
-        if any(source_of(tensor) is not None for tensor in own):  # to_empty would take these, too
-            helpless.append(f"{name or 'the model itself'} ({type(module).__name__})")
-            continue
         reset = getattr(module, "reset_parameters", None)
-        if is_loaded and not callable(reset):
-            computed = {key: value for key, value in module._buffers.items() if value is not None and not value.is_meta}
-            module.to_empty(device="cpu", recurse=False)
-            module._buffers.update(computed)
-            continue
-        if not callable(reset):
+        if any(source_of(tensor) is not None for tensor in own) or (  # to_empty would take these, too
+            not is_loaded and not callable(reset)
+        ):
             helpless.append(f"{name or 'the model itself'} ({type(module).__name__})")
             continue
+        before = dict(module._parameters)
+        computed = {key: value for key, value in module._buffers.items() if value is not None and not value.is_meta}
         module.to_empty(device="cpu", recurse=False)
-        reset()
+        module._buffers.update(computed)
+        if callable(reset):
+            reset()
+        module._parameters.update(tied)
+        for key, parameter in before.items():
+            present = module._parameters.get(key)
+            if parameter is not None and parameter.is_meta and present is not None:
+                module._parameters[key] = made.setdefault(parameter, present)
     if helpless:
         raise PlanError(
             f"{', '.join(helpless[:5])}: parameters are on the meta device and there is no reset_parameters() to give"

@@ -531,6 +531,53 @@ def test_empty_models_get_their_values_from_a_checkpoint(tmp_path: Path) -> None
     _assert_same(run, train(TIGHT))
 
 
+class Masked(nn.Linear):
+    """Has a buffer that its constructor computes and no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.register_buffer("mask", torch.ones(16, 16).tril(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight * self.mask, self.bias)
+
+
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.masked, self.head = nn.Embedding(24, 16), Masked(), nn.Linear(16, 24)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.masked(self.embedding(tokens)))
+
+
+def _from_empty(path: Path, strategy: Any, devices: int) -> dict[str, Tensor]:
+    """The state after some steps from a checkpoint."""
+    fabric = make_fabric(strategy, Loop(devices=devices))
+    with fabric.init_module(empty_init=True):
+        net = TiedHead()
+    model = fabric.setup_module(net)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=1.0))
+    fabric.load(path, {"model": model})
+    for step in range(3):
+        tokens = torch.randint(24, (4, 6), generator=torch.Generator().manual_seed(step))
+        fabric.backward(nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("devices", [1, full(2)])
+def test_empty_models_keep_their_ties_and_computed_buffers(devices: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    torch.save({"model": TiedHead().state_dict()}, tmp_path / "net.pt")
+    expected = _from_empty(tmp_path / "net.pt", "auto", 1)
+    tight = {"placement_policy": "cpu", "chunk_size": 3000}
+    for state in run_ranks(_from_empty, devices, tmp_path / "net.pt", tight, devices, init_group=False):
+        assert_same_state(state, expected)
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
