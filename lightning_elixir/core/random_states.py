@@ -43,8 +43,13 @@ def kinds_of_generators() -> tuple[type, ...]:
 
 def generators_of(modules: Iterable[nn.Module]) -> list[Any]:
     """Such objects that are attributes of modules, each once."""
+    return generators_among(value for module in modules for value in vars(module).values())
+
+
+def generators_among(values: Iterable[Any]) -> list[Any]:
+    """Such objects, each once."""
     kinds = frozenset(kinds_of_generators())
-    found = {id(value): value for module in modules for value in vars(module).values() if type(value) in kinds}
+    found = {id(value): value for value in values if type(value) in kinds}
     return list(found.values())
 
 

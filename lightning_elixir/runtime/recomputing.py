@@ -1,12 +1,12 @@
 """A block whose activations are recomputed computes, once more, what it has computed.
 
 Torch's checkpoint gives it autocast and torch's random states of its forward. Here it gets what that leaves out: the
-random states of Python and NumPy and of generators that its modules have; its buffers, up to `_MOST_COPIED` elements
-each, so that running statistics are updated once and spectral norms iterate from where they began; the parameters
-(`torch.func.functional_call`), modes (`train()`, `eval()`), numbers, words, lists, dicts and tensors that its modules
-had then, which may be others when backward comes. What it counts, it counts once, and what it adds to a list is there
-once. Tensors are kept, not copied: large ones that the block itself replaces, such as its last output, would be held
-for longer than they are used, and are not.
+random states of Python and NumPy and of generators that its modules have or that it is given; its buffers, up to
+`_MOST_COPIED` elements each, so that running statistics are updated once and spectral norms iterate from where they
+began; the parameters (`torch.func.functional_call`), modes (`train()`, `eval()`), numbers, words, lists, dicts and
+tensors that its modules had then, which may be others when backward comes. What it counts, it counts once, and what it
+adds to a list is there once. Tensors are kept, not copied: large ones that the block itself replaces, such as its last
+output, would be held for longer than they are used, and are not.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_elixir.core.module_hooks import is_scripted
 from lightning_elixir.core.random_states import (
     capture_random_states,
+    generators_among,
     generators_of,
     restore_random_states,
     state_of,
@@ -85,6 +86,8 @@ class Recomputed:
                 places.setdefault(id(leaf), []).append(i)
         tensors = [_saveable(leaves[same[0]]) for same in places.values()]
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        objects = [leaf for leaf in others if type(leaf) not in _PLAIN]
+        generators = generators_among(objects) if objects else []
 
         as_given = [(args, kwargs)]
 
@@ -102,7 +105,7 @@ class Recomputed:
         # Else nothing is saved; and where a mode is on, torch does not take its fast paths for frozen layers in
         # evaluation.
         keeps_attention = keeps_attention and any(t.requires_grad for t in chain(tensors, self.module.parameters()))
-        contexts = partial(self._contexts, keeps_attention)
+        contexts = partial(self._contexts, keeps_attention, generators)
         return checkpoint(
             run,
             *tensors,
@@ -112,8 +115,13 @@ class Recomputed:
             early_stop=self._stops_early,
         )
 
-    def _contexts(self, keeps_attention: bool) -> tuple[_Context, _Context]:
-        """Around a forward that is about to begin, and around its recomputation."""
+    def _contexts(self, keeps_attention: bool, given: Collection[Any]) -> tuple[_Context, _Context]:
+        """Around a forward that is about to begin, and around its recomputation.
+
+        Args:
+            keeps_attention: What attention gives stays.
+            given: Random generators among the arguments.
+        """
         parts = list(_parts(self.module))
         is_looking = self._num_calls < _FIRST_CALLS or self._num_calls % _LOOK_EVERY == 0
         self._num_calls += 1
@@ -133,8 +141,9 @@ class Recomputed:
         forward.append(at_its_end)
         again: list[_Context] = [modules]
         has_common = self._draws or is_looking
-        if self._generators or has_common:
-            numbers = _RandomNumbersAsBefore(self._generators, has_common=has_common)
+        generators = [*self._generators, *given]
+        if generators or has_common:
+            numbers = _RandomNumbersAsBefore(generators, has_common=has_common)
             again.append(numbers)
             if not self._draws and is_looking:
                 forward.append(_Drawing(numbers, self._note_drawing))
@@ -334,7 +343,7 @@ class _RandomNumbersAsBefore:
     """Inside, generators are in the states that they were in when this was made.
 
     Args:
-        generators: Of the modules.
+        generators: Of the modules, and among the arguments. One may be there twice.
         has_common: Also Python's and NumPy's own.
     """
 

@@ -230,13 +230,15 @@ class _Drawing(nn.Module):
         self.generators = {"torch": torch.Generator(), "own": random.Random(2), "default_rng": np.random.default_rng(2)}
         self.own: Any = self.generators.get(source, np.random.RandomState(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, given: Any = None) -> Tensor:
         self.num_calls += 1
-        return x + torch.sin(torch.tanh(self.linear(x)) * self.drawn(x.shape).to(x))
+        return x + torch.sin(torch.tanh(self.linear(x)) * self.drawn(x.shape, given).to(x))
 
-    def drawn(self, shape: torch.Size) -> Tensor:
+    def drawn(self, shape: torch.Size, given: Any) -> Tensor:
         if self.source == "torch":
             return torch.rand(shape, generator=self.own)
+        if self.source == "given":
+            return torch.rand(shape, generator=given)
         if self.source == "count":
             return torch.tensor(self.num_calls % 3)
         if self.source == "numpy" or (self.source == "numpy, later" and self.num_calls > 2):
@@ -246,7 +248,17 @@ class _Drawing(nn.Module):
         return torch.tensor((self.own if self.source == "own" else random).random())
 
 
-SOURCES = ["python", "numpy", "numpy, later", "torch", "own", "default_rng", "RandomState", "count"]
+class _DrawingStack(Stack):
+    """One generator for all blocks, of which they know in a forward alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, given = self.inp(x), torch.Generator().manual_seed(3)
+        for block in self.blocks:
+            x = block(x, given=given)
+        return self.out(x)
+
+
+SOURCES = ["python", "numpy", "numpy, later", "torch", "given", "own", "default_rng", "RandomState", "count"]
 
 
 @crossed(told=[f"recompute-{source}" for source in SOURCES], fate=["recompute", "recompute_offloaded"], source=SOURCES)
@@ -262,7 +274,7 @@ def test_blocks_draw_and_count_once(fate: str, source: str, monkeypatch: pytest.
     if source == "numpy, later":
         monkeypatch.setattr(recomputing, "_LOOK_EVERY", 1)
     seed_torch(0)
-    model = Stack(partial(_Drawing, source), depth=3)
+    model = _DrawingStack(partial(_Drawing, source), depth=3)
     pair = Pair(model, planned(model, fate))
     for seed in range(4):
         pair.step(seed, run=run)
