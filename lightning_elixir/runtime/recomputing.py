@@ -3,10 +3,10 @@
 Torch's checkpoint gives it autocast and torch's random states of its forward. Here it gets what that leaves out: the
 random states of Python and NumPy and of generators that its modules have or that it is given; its buffers, up to
 `_MOST_COPIED` elements each, so that running statistics are updated once and spectral norms iterate from where they
-began; the parameters (`torch.func.functional_call`), modes (`train()`, `eval()`), numbers, words, lists, dicts and
-tensors that its modules had then, which may be others when backward comes. What it counts, it counts once, and what it
-adds to a list is there once. Tensors are kept, not copied: large ones that the block itself replaces, such as its last
-output, would be held for longer than they are used, and are not.
+began; the parameters (`torch.func.functional_call`), modes (`train()`, `eval()`), numbers, words, lists, tuples, dicts
+and tensors that its modules had then, which may be others when backward comes. What it counts, it counts once, and what
+it adds to a list is there once. Tensors are kept, not copied: large ones that the block itself replaces, such as its
+last output, would be held for longer than they are used, and are not.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import pickle
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from enum import Enum
 from functools import partial
 from itertools import chain
+from numbers import Number
 from typing import Any
 
 import torch
@@ -36,10 +38,11 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.runtime.kept_attention import keeping_attention
 
 _MOST_COPIED = 1 << 16
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = frozenset((bool, int, float, str, type(None)))
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque)
 _MOST_ITEMS = 10_000
-_VALUES = (Tensor, *_PLAIN, *_CONTAINERS)
+_SINGLE = (Tensor, Number, str, type(None), Enum)
+_VALUES = (*_SINGLE, *_CONTAINERS, tuple)
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _NOTHING = object()
 _FIRST_CALLS = 2
@@ -156,8 +159,7 @@ class Recomputed:
         return _All(forward), _All(again)
 
     def _look_at(self, parts: list[nn.Module]) -> None:
-        kinds = (*_PLAIN, *_CONTAINERS)
-        own = ((p, [n for n, v in vars(p).items() if _is_own(v, kinds) and n not in _OF_ALL_MODULES]) for p in parts)
+        own = ((p, [n for n, v in vars(p).items() if _is_own(v) and n not in _OF_ALL_MODULES]) for p in parts)
         self._own = {part: names for part, names in own if names}
         self._generators = generators_of(parts)
 
@@ -227,7 +229,7 @@ class _ModulesAsBefore:
     Args:
         parts: The modules.
         names: Of all that each of them has.
-        own: Names of numbers, words, lists, tensors and the like, of those that have any.
+        own: Names of numbers, words, lists, tuples, tensors and the like, of those that have any.
     """
 
     def __init__(self, parts: list[nn.Module], names: list[frozenset[str]], own: Mapping[nn.Module, list[str]]) -> None:
@@ -274,8 +276,8 @@ class _ModulesAsBefore:
         self._now = []
 
 
-def _is_own(value: Any, kinds: Collection[type]) -> bool:
-    return type(value) in kinds or isinstance(value, Tensor)
+def _is_own(value: Any) -> bool:
+    return type(value) in _CONTAINERS or isinstance(value, (*_SINGLE, tuple))
 
 
 def _set(part: nn.Module, is_training: bool, parameters: dict[str, Any]) -> None:
@@ -289,11 +291,8 @@ def _set(part: nn.Module, is_training: bool, parameters: dict[str, Any]) -> None
 
 def _copies(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Those that are there; containers as they are now, with the same things in them."""
-    return {name: _copied(values[name]) for name in names if name in values}
-
-
-def _copied(value: Any) -> Any:
-    return _mapped(value, _copied_leaf)
+    there = [(name, values[name]) for name in names if name in values]
+    return {name: value if type(value) in _PLAIN else _mapped(value, _copied_leaf) for name, value in there}
 
 
 def _copied_leaf(value: Any) -> Any:
@@ -304,9 +303,11 @@ def _copied_leaf(value: Any) -> Any:
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """With that done to a value, or to what is in a container."""
-    if type(value) not in _CONTAINERS:
+    is_tuple = isinstance(value, tuple)
+    if not is_tuple and type(value) not in _CONTAINERS:
         return change(value)
-    return value if len(value) > _MOST_ITEMS else tree_map(change, value)
+    is_left = len(value) > _MOST_ITEMS or (is_tuple and _PLAIN.issuperset(map(type, value)))
+    return value if is_left else tree_map(change, value)
 
 
 def _cut(value: Any) -> Any:

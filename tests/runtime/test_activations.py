@@ -10,8 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -323,6 +324,16 @@ def test_what_blocks_keep_is_kept_once(fate: str) -> None:
         assert torch.equal(one.cached, other.cached)
 
 
+class _Sign(Enum):
+    PLUS = 1
+    MINUS = -1
+
+
+class _Conditions(NamedTuple):
+    sign: _Sign
+    shifts: tuple[Tensor, list[Tensor]]
+
+
 class _Given(nn.Module):
     """Computes with tensors that others put into it: a weight that is made elsewhere, a condition; and with an average
     that it makes in its first call, and goes on with."""
@@ -331,6 +342,7 @@ class _Given(nn.Module):
         super().__init__()
         self.made, self.linear = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.condition: Tensor | None = None
+        self.others: _Conditions | None = None
         self.last: Tensor | None = None
         del self.made.weight
 
@@ -340,6 +352,9 @@ class _Given(nn.Module):
         y = x - self.average
         self.average = self.average * 0.9 + x.detach().mean((0, 1)) * 0.1
         self.last = torch.tanh(self.made(y if self.condition is None else y * self.condition))
+        if self.others is not None:
+            sign, (shift, more) = self.others
+            self.last = torch.tanh(self.last + shift + more[0]) * sign.value
         return x + torch.sin(self.linear(self.last))
 
 
@@ -354,15 +369,17 @@ class _Giving(Stack):
         for weights, condition in zip(self.codes, self.conditions.weight, strict=True):
             for block, code in zip(self.blocks, weights, strict=True):
                 block.made.weight, block.condition = self.weights(code).view(WIDTH, WIDTH) * 0.1, condition + 1.0
+                sign = _Sign.PLUS if block.others is None else _Sign.MINUS
+                block.others = _Conditions(sign, (condition * 2.0, [condition * 3.0]))
                 x = block(x)
         for block in self.blocks:
             del block.made.weight
-            block.condition = None
+            block.condition = block.others = None
         return self.out(x)
 
 
 @pytest.mark.parametrize("fate", telling(["recompute", "recompute_offloaded"], "recompute"))
-def test_tensors_that_blocks_are_given_are_those_of_their_forward(fate: str) -> None:
+def test_what_is_put_into_blocks_is_that_of_their_forward(fate: str) -> None:
     seed_torch(0)
     model = _Giving()
     pair = _three_steps(model, fate)
