@@ -10,11 +10,17 @@ import torch
 from torch import nn
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks")
-_MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+# Of forward hooks: which keys are of hooks that are called in another way.
+MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 class OwnHook:
     """A hook, or an object whose methods are hooks, that does nothing in copies of a module."""
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Whether it is such an object, or a method of one."""
+    return isinstance(getattr(hook, "__self__", hook), OwnHook)
 
 
 _OWN = "_is_own_forward"
@@ -94,8 +100,8 @@ def without_hooks(modules: Iterable[nn.Module], memo: Mapping[int, Any]) -> None
             drop_own_forward(copied)
         for name in _HOOKS:
             hooks: dict[int, Any] = memo.get(id(getattr(module, name))) or {}
-            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", hook), OwnHook)]:
+            for key in [key for key, hook in hooks.items() if is_own_hook(hook)]:
                 del hooks[key]
-                for mark in _MARKS:
+                for mark in MARKS:
                     marked: dict[int, Any] = memo.get(id(getattr(module, mark))) or {}
                     marked.pop(key, None)

@@ -3,10 +3,10 @@
 Torch's checkpoint gives it autocast and torch's random states of its forward. Here it gets what that leaves out: the
 random states of Python and NumPy and of generators that its modules have or that it is given; its buffers, up to
 `_MOST_COPIED` elements each, so that running statistics are updated once and spectral norms iterate from where they
-began; the parameters (`torch.func.functional_call`), modes (`train()`, `eval()`), numbers, words, lists, tuples, dicts
-and tensors that its modules had then, which may be others when backward comes. What it counts, it counts once, and what
-it adds to a list is there once. Tensors are kept, not copied: large ones that the block itself replaces, such as its
-last output, would be held for longer than they are used, and are not.
+began; the parameters (`torch.func.functional_call`), modes (`train()`, `eval()`), forward hooks, numbers, words, lists,
+tuples, dicts and tensors that its modules had then, which may be others when backward comes. What it counts, it counts
+once, and what it adds to a list is there once. Tensors are kept, not copied: large ones that the block itself replaces,
+such as its last output, would be held for longer than they are used, and are not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from lightning_elixir.core.module_hooks import is_scripted
+from lightning_elixir.core.module_hooks import MARKS, is_own_hook, is_scripted
 from lightning_elixir.core.random_states import (
     capture_random_states,
     generators_among,
@@ -45,6 +45,7 @@ _SINGLE = (Tensor, Number, str, type(None), Enum)
 _VALUES = (*_SINGLE, *_CONTAINERS, tuple)
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _NOTHING = object()
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", *MARKS)
 _FIRST_CALLS = 2
 _LOOK_EVERY = 64
 _HOST = torch.device("cpu")
@@ -142,7 +143,7 @@ class Recomputed:
         at_its_end = ExitStack()
         at_its_end.callback(modules.let_go)
         forward.append(at_its_end)
-        again: list[_Context] = [modules]
+        again: list[_Context] = [modules, _HooksAsBefore(parts)]
         has_common = self._draws or is_looking
         generators = [*self._generators, *given]
         if generators or has_common:
@@ -274,6 +275,60 @@ class _ModulesAsBefore:
             has.update({name: now[name] for name in now.keys() - has.keys()})
             _set(part, is_training, parameters)
         self._now = []
+
+
+class _HooksAsBefore:
+    """Inside, modules have the forward hooks that they had when this was made, which may have been for that forward
+    alone; ours are those of now.
+
+    Args:
+        parts: The modules.
+    """
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        self._parts = parts
+        self._before = {part: _hooks_of(part) for part in parts if part._forward_pre_hooks or part._forward_hooks}
+        self._now: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        self._marked: list[tuple[dict[int, Any], Iterable[int]]] = []
+
+    def __enter__(self) -> None:
+        for part in self._parts:
+            before = self._before.get(part) or [{}] * len(_HOOKS)
+            for name, now, had in zip(_HOOKS, _hooks_of(part), before, strict=True):
+                held = vars(part)[name]
+                if name in MARKS:
+                    self._marked.append((held, had.keys() - now.keys()))
+                    held.update(had)
+                    continue
+                self._now.append((held, now))
+                if now != had:
+                    kept = {key: hook for key, hook in had.items() if key in now or not is_own_hook(hook)}
+                    _fill(held, kept | _own_hooks(now))
+
+    def __exit__(self, *error: object) -> None:
+        for held, now in self._now:
+            if held != now:  # ours may have come inside
+                _fill(held, now | _own_hooks(held))
+        for held, keys in self._marked:
+            for key in keys:
+                held.pop(key, None)
+        self._now, self._marked = [], []
+
+
+def _hooks_of(part: nn.Module) -> list[dict[int, Any]]:
+    """Forward hooks of a module, by key, and which of them are called in another way."""
+    has = vars(part)
+    return [dict(has[name]) for name in _HOOKS]
+
+
+def _own_hooks(hooks: dict[int, Any]) -> dict[int, Any]:
+    return {key: hook for key, hook in hooks.items() if is_own_hook(hook)}
+
+
+def _fill(held: dict[int, Any], values: dict[int, Any]) -> None:
+    """The dict stays the same one, from which handles remove."""
+    held.clear()
+    held.update(values)
 
 
 def _is_own(value: Any) -> bool:

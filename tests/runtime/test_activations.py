@@ -392,6 +392,37 @@ def test_what_is_put_into_blocks_is_that_of_their_forward(fate: str) -> None:
         assert torch.equal(one.last, other.last)
 
 
+class _Hooking(Stack):
+    """Its blocks have hooks for one call each: their own, and those of a layer inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for k, block in enumerate([*self.blocks, *self.blocks], start=1):
+            x = x + torch.sin(self.hooked(block, x, k / 4))
+        return self.out(x)
+
+    def hooked(self, block: Any, x: Tensor, by: float) -> Tensor:
+        handles = [
+            block.register_forward_pre_hook(lambda _, args: (args[0] * by,), prepend=True),
+            block.up.register_forward_pre_hook(lambda _, args, kw: ((args[0] + by,), kw), with_kwargs=True),
+            block.up.register_forward_hook(lambda _, args, kw, result: result * by, with_kwargs=True),
+        ]
+        y: Tensor = block(x)
+        for handle in handles:
+            handle.remove()
+        return y
+
+
+@pytest.mark.parametrize("fate", telling(["recompute", "recompute_offloaded"], "recompute"))
+def test_hooks_around_a_call_are_there_when_it_is_recomputed(fate: str) -> None:
+    seed_torch(0)
+    model = _Hooking(depth=3)
+    pair = _three_steps(model, fate)
+    assert pair.module.stats().recomputed_blocks > 0
+    left = [part._forward_hooks_with_kwargs or part._forward_pre_hooks_with_kwargs for part in model.modules()]
+    assert not any(left)
+
+
 class _Showing(Block):
     """Keeps its last output."""
 
