@@ -231,7 +231,7 @@ class TensorPlan:
     shape: Shape
     dtype: torch.dtype
     extents: tuple[Extent, ...] = ()
-    """The ranks' runs; empty: one rank writes it as a whole."""
+    """The ranks' runs; empty: rank 0 writes it as a whole."""
 
     def boxes(self) -> list[Box]:
         if not self.extents:
@@ -259,10 +259,13 @@ class Contents:
         Raises:
             StorageError: Something of it has not been written.
         """
+        # Where a hook of rank 0 alone has put a value in the place of a parameter, others have written the parameter.
+        values = {key for key, tensor in self.tensors.items() if not tensor.extents}
         places = {
             (key, offsets): _StorageInfo(name, begin, length)
-            for entries in written
+            for rank, entries in enumerate(written)
             for key, offsets, name, begin, length in entries
+            if rank == 0 or key not in values
         }
         described: dict[str, Any] = {}
         storage: dict[MetadataIndex, _StorageInfo] = {}

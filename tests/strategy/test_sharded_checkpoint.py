@@ -414,6 +414,28 @@ def test_states_that_a_hook_takes_away_begin_anew(tmp_path: Path, kind: Any, hoo
     assert losses(lambda: ElixirStrategy(**options), tmp_path / "one") == expected
 
 
+class _FirstRankChanges(Net):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.is_global_zero:
+            state = checkpoint["state_dict"]
+            for name in [name for name in state if name.startswith("layers.4")]:
+                state[name] = torch.full(state[name].shape, 0.25)
+
+
+def _save_what_the_first_rank_changes(path: Path) -> None:
+    trainer, _, _ = fit(ElixirStrategy(**OPTIONS["tight"]), _FirstRankChanges, devices=2)
+    trainer.save_checkpoint(path)
+
+
+def test_what_rank_0_alone_puts_in_a_parameters_place_is_saved(tmp_path: Path) -> None:
+    """As with DDP. Parts that others had written of the parameter were among it."""
+    run_ranks(_save_what_the_first_rank_changes, 2, tmp_path / "one", init_group=False)
+    index = CheckpointIndex(tmp_path / "one")
+    for name in ("weight", "bias"):
+        assert (index.read_whole(f"state_dict.layers.4.{name}") == 0.25).all()
+    assert not (index.read_whole("state_dict.layers.3.up.weight") == 0.25).any()
+
+
 class ForgetfulNet(Net):
     """Leaves out a parameter of a chunk."""
 
