@@ -39,7 +39,10 @@ class Phases:
         self._held: Held | None = None
         self._is_armed = False  # see `core.signals.arm`
         self._num_interruptions = 0  # when the forward or backward began
-        self._why_closed = "this ElixirModule was closed: its parameters have no values any more"
+        self._why_closed = (
+            "this ElixirModule was closed: its parameters have no values any more. Make the model anew, and go on"
+            " from a checkpoint"
+        )
         self.current = Phase.IDLE
         # By themselves, since an enum's members take long to look up.
         self.is_computing = False

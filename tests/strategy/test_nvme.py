@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_elixir._lightning import pl
-from lightning_elixir.errors import CapacityError, PlanError, StorageError
+from lightning_elixir.errors import CapacityError, PlanError, StateError, StorageError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.types import Tier
@@ -385,12 +385,16 @@ def test_a_failing_disk_ends_the_run_and_leaves_the_checkpoint_whole(
 
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
             seen.append(exception)
+            left.append(pl_module)
 
     seen: list[BaseException] = []
+    left: list[pl.LightningModule] = []
     with monkeypatch.context() as patch, pytest.raises(StorageError, match="Input/output error"):
         fit(ElixirStrategy(**on_nvme(tmp_path)), hybrid(), callbacks=[SaveAndBreak()])
     assert isinstance(seen[0], StorageError)
     assert list((tmp_path / "disk").iterdir()) == []
+    with pytest.raises(StateError, match="Make the model anew, and go on from a checkpoint"):
+        next(left[0].parameters()).sum()
     resumed = hybrid()()
     trainer = make_trainer(ElixirStrategy(**on_nvme(tmp_path)))
     trainer.fit(resumed, make_data(), ckpt_path=str(tmp_path / "before.ckpt"), weights_only=False)
