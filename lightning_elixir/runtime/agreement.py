@@ -31,6 +31,11 @@ wait for ever there. So whether ranks meet at a read rests on the calls alone, w
 first use of a chunk, whoever has it, and then all keep it, as far as the plan has room (`Residency.acquire_outside`).
 That costs a message for each chunk, also where nothing is missing.
 
+A backward may go through several engines (under Fabric, of several modules), on each rank in another order where ranks
+branch. One that waited in one engine would serve none of the others. So inside of such a backward messages of all of
+them go one way (`JointMessages`): with each comes how far this rank is with every engine, and each message is served
+for every engine, in one order.
+
 The exchanges of parallel patterns come between all that: see [Note: patterns between collectives].
 """
 
@@ -46,9 +51,11 @@ from lightning_elixir.plan.mesh import AXES, Mesh
 
 
 class Meeting(enum.IntEnum):
-    """Points that every rank passes in the same order. The first three are none: at an exchange of a pattern only its
-    peers meet; at the others ranks tell how far their gradients are, and which chunks they need."""
+    """Points that every rank passes in the same order. The first four are none: one is elsewhere whose message is
+    another engine's; at an exchange of a pattern only its peers meet; at the others ranks tell how far their gradients
+    are, and which chunks they need."""
 
+    ELSEWHERE = -3
     PATTERN = -2
     READY = -1
     WANT = 0
@@ -111,6 +118,7 @@ def _of_batch(words: str) -> Call:
 
 _READ = _call("a read of a parameter", cure="read parameters")  # which any forward or meeting of the others serves
 _CALLS = {
+    Meeting.ELSEWHERE: _of_batch("a backward"),
     Meeting.PATTERN: _of_batch("an exchange of a parallel pattern"),
     Meeting.READY: _of_batch("a backward"),
     Meeting.WANT: _of_batch("a forward or a backward"),
@@ -190,6 +198,7 @@ class Agreement:
         self._comm = comm
         self._work = work
         self._mesh = mesh or Mesh(comm.world_size)
+        self._joint: JointMessages | None = None
 
     def want(self, ids: Sequence[int], candidates: Sequence[int]) -> tuple[int, ...]:
         """Gather `ids`, with all ranks' help.
@@ -205,7 +214,7 @@ class Agreement:
             PeerLostError: If a peer is gone.
         """
         call = Meeting.WANT.call if self._work.is_computing else _READ
-        rows = self._comm.exchange([Meeting.WANT, self._work.num_ready, len(ids), *ids, *candidates], call)
+        rows = self._exchange([Meeting.WANT, self._work.num_ready, len(ids), *ids, *candidates], call)
         self._serve(rows, ids)
         if any(row[0] != Meeting.WANT for row in rows):
             return ()
@@ -215,7 +224,7 @@ class Agreement:
 
     def announce_ready(self) -> None:
         """Further gradients are complete: reduce those that all ranks have."""
-        self._serve(self._comm.exchange([Meeting.READY, self._work.num_ready], Meeting.READY.call), ())
+        self._serve(self._exchange([Meeting.READY, self._work.num_ready], Meeting.READY.call), ())
 
     def meet(self, meeting: Meeting, payload: Sequence[int] = (), call: Call | None = None) -> list[list[int]]:
         """Wait here, serving the others, until all ranks have come to `meeting`.
@@ -232,12 +241,12 @@ class Agreement:
         """
         call = meeting.call if call is None else call._replace(family=_FAMILY, is_of_batch=meeting.call.is_of_batch)
         while True:
-            rows = self._comm.exchange([meeting, *payload], call)
+            rows = self._exchange([meeting, *payload], call)
             kinds = {Meeting(row[0]) for row in rows}
             if kinds == {meeting} or (meeting is Meeting.FORWARD_END and kinds <= _ENDS):
                 return [row[1:] for row in rows]
             if not self._goes_on(rows):
-                raise self._comm.diverged(call)
+                raise self._wire.diverged(call)
             self._serve(rows, ())
 
     def meet_along(self, axis: int, peers: Sequence[int], message: Sequence[int]) -> list[list[int]]:
@@ -257,16 +266,32 @@ class Agreement:
         """
         call = Meeting.PATTERN.call
         while True:
-            rows = self._comm.exchange([Meeting.PATTERN, self._work.num_ready, axis, *message], call)
+            rows = self._exchange([Meeting.PATTERN, self._work.num_ready, axis, *message], call)
             self._serve(rows, ())
             if all(rows[rank][0] == Meeting.PATTERN and rows[rank][2] == axis for rank in peers):
                 return [rows[rank][3:] for rank in peers]
             if not self._goes_on(rows):
-                raise self._comm.diverged(call)
+                raise self._wire.diverged(call)
+
+    @property
+    def _wire(self) -> Comm:
+        """What messages go over."""
+        return self._comm if self._joint is None else self._joint.comm
+
+    def _exchange(self, message: Sequence[int], call: Call) -> list[list[int]]:
+        if self._joint is None:
+            return self._comm.exchange(message, call)
+        return self._joint.exchange(self, message, call)
 
     def _goes_on(self, rows: Sequence[Sequence[int]]) -> bool:
-        """Whether some rank goes on after this message, though the ranks have not come to one point: it is served, it
-        and all its peers have come to an exchange of theirs, or the others have no more forwards."""
+        """Whether some rank goes on after this message, though the ranks have not come to one point."""
+        if self._joint is None:
+            return self._one_goes_on(rows)
+        return any(agreement._one_goes_on(theirs) for agreement, theirs in self._joint.last)
+
+    def _one_goes_on(self, rows: Sequence[Sequence[int]]) -> bool:
+        """Whether some rank goes on in this engine: it is served, it and all its peers have come to an exchange of
+        theirs, or the others have no more forwards."""
         if any(row[0] in (Meeting.WANT, Meeting.READY) for row in rows):
             return True
         kinds = {row[0] for row in rows}
@@ -281,9 +306,66 @@ class Agreement:
         )
 
     def _serve(self, rows: Sequence[Sequence[int]], mine: Collection[int]) -> None:
+        if self._joint is None:
+            self._serve_one(rows, mine)
+            return
+        for agreement, theirs in self._joint.last:  # the same order on all ranks, since each begins collectives
+            if any(row[0] != Meeting.ELSEWHERE for row in theirs):
+                agreement._serve_one(theirs, mine if agreement is self else ())
+
+    def _serve_one(self, rows: Sequence[Sequence[int]], mine: Collection[int]) -> None:
         wanted = {i for row in rows if row[0] == Meeting.WANT for i in row[3 : 3 + row[2]]}
         if wanted:
             self._work.join(sorted(wanted), mine)
         ready = [row[1] if row[0] <= Meeting.WANT else 0 for row in rows if row[0] != Meeting.BACKWARD_END]
         if ready:
             self._work.reduce_until(min(ready))
+
+
+class JointMessages:
+    """Of engines through which one backward goes: see [Note: agreed collectives].
+
+    Args:
+        agreements: Of the engines, the same on every rank.
+    """
+
+    def __init__(self, agreements: Sequence[Agreement]) -> None:
+        self._agreements = list(agreements)
+        self.last: list[tuple[Agreement, list[list[int]]]] = []
+        """What each engine has of the last message: a row of each rank."""
+
+    @property
+    def comm(self) -> Comm:
+        """What they go over."""
+        return self._agreements[0]._comm
+
+    def begin(self) -> None:
+        """From here on messages go together. Where they do already, nothing changes."""
+        if len(self._agreements) > 1 and all(each._joint is None for each in self._agreements):
+            for each in self._agreements:
+                each._joint = self
+
+    def end(self) -> None:
+        """Each engine sends its own again."""
+        for each in self._agreements:
+            if each._joint is self:
+                each._joint = None
+
+    def exchange(self, sender: Agreement, message: Sequence[int], call: Call) -> list[list[int]]:
+        """Send a message of one engine.
+
+        Returns:
+            A row of each rank, as that engine has it.
+
+        Raises:
+            DivergenceError: The backward of another rank goes through other engines.
+        """
+        count, number = len(self._agreements), self._agreements.index(sender)
+        ready = [each._work.num_ready for each in self._agreements]
+        # Messages of one engine alone, and of other engines together, are told apart by their family.
+        rows = self.comm.exchange([number, *ready, *message], call._replace(family=f"{count} engines together"))
+        self.last = [
+            (each, [row[1 + count :] if row[0] == i else [Meeting.ELSEWHERE, row[1 + i]] for row in rows])
+            for i, each in enumerate(self._agreements)
+        ]
+        return self.last[number][1]

@@ -37,6 +37,7 @@ from lightning_elixir.memory_limits import MemoryLimits, change_limits
 from lightning_elixir.optim.elementwise import inner_maker
 from lightning_elixir.patterns.placed import placed_modules
 from lightning_elixir.profiling.fake_step import StepFn
+from lightning_elixir.runtime.agreement import JointMessages
 from lightning_elixir.strategy.blockwise import compile_by_blocks
 from lightning_elixir.strategy.device_meshes import MeshAccess
 from lightning_elixir.strategy.engine_handle import EngineHandle
@@ -382,9 +383,12 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
                 f"this backward goes through modules whose optimizers have different loss scales ({scales}): with"
                 " precision '16-mixed' train them by losses of their own, or use 'bf16-mixed'"
             )
+        messages = JointMessages([run.engine.engine.active.agreement for run in runs])
         with contextlib.ExitStack() as stack:
+            stack.callback(messages.end)
             for run in runs:
                 stack.enter_context(run.engine.engine.backwards.span())
+            messages.begin()
             # Activation checkpointing runs the forward again, in the dtype that it had.
             stack.enter_context(self.precision.tensor_init_context())
             loss = scalers[0].scale_loss(tensor) if scalers else tensor

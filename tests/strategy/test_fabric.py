@@ -644,6 +644,58 @@ def test_two_modules_share_the_memory(strategy: Any) -> None:
     assert evictions > 0
 
 
+class Branching(nn.Module):
+    """Leaves out layers."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: Tensor, left_out: tuple[int, ...]) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if number in left_out else x + layer(x).tanh()
+        return x
+
+
+# step -> rank -> layers that each of the two modules leaves out
+LEFT_OUT = [[((1, 3), ()), ((), (0, 2))], [((), (1, 2, 3)), ((4,), (5, 1))], [((0, 1, 2), ()), ((), ())]]
+
+
+def _joint_loss(how: str, first: Any, second: Any, step: int, rank: int) -> Tensor:
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+    of_first, of_second = LEFT_OUT[step % 3][rank]
+    if how == "sum":
+        return first(x, of_first).square().mean() + second(x, of_second).square().mean()
+    return second(first(x, of_first), of_second).square().mean()
+
+
+def _branching_apart(how: str) -> dict[str, Tensor]:
+    fabric = make_fabric({"placement_policy": "cpu", "chunk_size": 1200}, Loop(devices=2))
+    nets = [Branching(seed) for seed in (1, 2)]
+    runs = [fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1)) for net in nets]
+    for step in range(6):
+        fabric.backward(_joint_loss(how, runs[0][0], runs[1][0], step, fabric.global_rank))
+        for _, optimizer in runs:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(fabric.strategy.engine_of(model).stats().evictions > 0 for model, _ in runs)
+    return {f"{i}.{key}": value.clone() for i in (0, 1) for key, value in runs[i][0].state_dict().items()}
+
+
+@pytest.mark.parametrize("how", ["sum", full("chain")])
+def test_ranks_branch_apart_in_one_loss_of_two_modules(how: str) -> None:
+    nets = nn.ModuleList(Branching(seed) for seed in (1, 2))
+    optimizer = torch.optim.SGD(nets.parameters(), 0.1)
+    for step in range(6):
+        (sum(_joint_loss(how, *nets, step, rank) for rank in (0, 1)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in run_ranks(_branching_apart, 2, how, init_group=False):
+        for key, value in nets.state_dict().items():
+            assert torch.allclose(state[key], value, rtol=0, atol=1e-6)
+
+
 def test_a_module_may_be_written_before_the_backward_of_another() -> None:
     def run(strategy: Any, moment: str) -> Any:
         fabric = make_fabric(strategy)
