@@ -358,8 +358,9 @@ def _copied_leaf(value: Any) -> Any:
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """With that done to a value, or to what is in a container."""
-    is_tuple = isinstance(value, tuple)
-    if not is_tuple and type(value) not in _CONTAINERS:
+    kind = type(value)
+    is_tuple = tuple in (kind, kind.__base__)  # a class below a named one may be made in another way
+    if not is_tuple and kind not in _CONTAINERS:
         return change(value)
     is_left = len(value) > _MOST_ITEMS or (is_tuple and _PLAIN.issuperset(map(type, value)))
     return value if is_left else tree_map(change, value)

@@ -334,6 +334,11 @@ class _Conditions(NamedTuple):
     shifts: tuple[Tensor, list[Tensor]]
 
 
+class _Signed(_Conditions):
+    def __new__(cls, shift: Tensor) -> _Signed:
+        return _Conditions.__new__(cls, _Sign.MINUS, (shift, [shift]))
+
+
 class _Given(nn.Module):
     """Computes with tensors that others put into it: a weight that is made elsewhere, a condition; and with an average
     that it makes in its first call, and goes on with."""
@@ -369,8 +374,8 @@ class _Giving(Stack):
         for weights, condition in zip(self.codes, self.conditions.weight, strict=True):
             for block, code in zip(self.blocks, weights, strict=True):
                 block.made.weight, block.condition = self.weights(code).view(WIDTH, WIDTH) * 0.1, condition + 1.0
-                sign = _Sign.PLUS if block.others is None else _Sign.MINUS
-                block.others = _Conditions(sign, (condition * 2.0, [condition * 3.0]))
+                others = _Conditions(_Sign.PLUS, (condition * 2.0, [condition * 3.0]))
+                block.others = others if block.others is None else _Signed(condition)
                 x = block(x)
         for block in self.blocks:
             del block.made.weight
