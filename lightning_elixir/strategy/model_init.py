@@ -318,7 +318,8 @@ def materialise(model: nn.Module, is_loaded: bool = False) -> None:
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules():
         tied = {key: made[parameter] for key, parameter in module._parameters.items() if parameter in made}
-        module._parameters.update(tied)
+        if tied:  # TorchScript's modules have none, and a dict that cannot be updated
+            module._parameters.update(tied)
         own: list[Tensor] = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         empty = [tensor for tensor in own if tensor.is_meta and source_of(tensor) is None]
         if not empty:
