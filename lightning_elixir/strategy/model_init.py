@@ -306,7 +306,7 @@ def meta_parameter_names(model: nn.Module) -> list[str]:
 def materialise(model: nn.Module, is_loaded: bool = False) -> None:
     """Give `meta` parameters and buffers memory, and the values that `reset_parameters` of their modules draws.
     Parameters that are tied stay so, with the values that the first of their modules draws. Parameters whose values are
-    in a file, and buffers that have values, stay as they are.
+    in a file, and parameters and buffers that have values, stay as they are.
 
     Args:
         is_loaded: Their values come from a checkpoint, so that none need be drawn.
@@ -315,32 +315,32 @@ def materialise(model: nn.Module, is_loaded: bool = False) -> None:
         PlanError: Modules hold parameters on `meta` and have no `reset_parameters`.
     """
     helpless: list[str] = []
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    made: dict[Tensor, nn.Parameter] = {}
     for name, module in model.named_modules():
-        tied = {key: made[parameter] for key, parameter in module._parameters.items() if parameter in made}
-        if tied:  # TorchScript's modules have none, and a dict that cannot be updated
-            module._parameters.update(tied)
+        before = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+        kept = {key: made.get(p, p) for key, p in before.items() if p in made or not p.is_meta}
         own: list[Tensor] = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        empty = [tensor for tensor in own if tensor.is_meta and source_of(tensor) is None]
-        if not empty:
-            continue
-        reset = getattr(module, "reset_parameters", None)
-        if any(source_of(tensor) is not None for tensor in own) or (  # to_empty would take these, too
-            not is_loaded and not callable(reset)
-        ):
-            helpless.append(f"{name or 'the model itself'} ({type(module).__name__})")
-            continue
-        before = dict(module._parameters)
-        computed = {key: value for key, value in module._buffers.items() if value is not None and not value.is_meta}
-        module.to_empty(device="cpu", recurse=False)
-        module._buffers.update(computed)
-        if callable(reset):
-            reset()
-        module._parameters.update(tied)
-        for key, parameter in before.items():
-            present = module._parameters.get(key)
-            if parameter is not None and parameter.is_meta and present is not None:
-                module._parameters[key] = made.setdefault(parameter, present)
+        if any(tensor.is_meta and source_of(tensor) is None and tensor not in made for tensor in own):
+            reset = getattr(module, "reset_parameters", None)
+            if any(source_of(tensor) is not None for tensor in own) or (  # to_empty would take these, too
+                not is_loaded and not callable(reset)
+            ):
+                helpless.append(f"{name or 'the model itself'} ({type(module).__name__})")
+                continue
+            for key, parameter in kept.items():  # in whose place others are written over
+                module._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), False)
+            computed = {key: value for key, value in module._buffers.items() if value is not None and not value.is_meta}
+            module.to_empty(device="cpu", recurse=False)
+            module._buffers.update(computed)
+            if callable(reset):
+                reset()
+            for key, parameter in before.items():
+                present = module._parameters.get(key)
+                if key not in kept and present is not None:
+                    module._parameters[key] = made.setdefault(parameter, present)
+        for key, parameter in kept.items():
+            if module._parameters.get(key) is not parameter:
+                module._parameters[key] = parameter
     if helpless:
         raise PlanError(
             f"{', '.join(helpless[:5])}: parameters are on the meta device and there is no reset_parameters() to give"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_elixir._lightning import pl
 from lightning_elixir.runtime.build import CHUNKS_AHEAD
 from lightning_elixir.strategy import ElixirStrategy
-from lightning_elixir.strategy.model_init import parameters_on_meta
+from lightning_elixir.strategy.model_init import materialise, parameters_on_meta
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import telling
 from tests.strategy.models import (
@@ -236,6 +236,24 @@ def test_parameters_on_meta_are_like_the_real_ones() -> None:
     assert module.marked.stride() == (1, 3)
     assert not module.frozen.requires_grad
     assert not make_layers()[0].up.weight.is_meta
+
+
+@pytest.mark.parametrize("is_real", [False, True])
+def test_a_layer_on_meta_draws_nothing_over_what_it_shares(is_real: bool) -> None:
+    """Its bias needs values, and `reset_parameters` draws all that the layer has: a shared weight had its values then,
+    not the embedding's, also where these were there before."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(400, 8)
+    with torch.device("meta"):
+        head = nn.Linear(8, 400)
+        tied = embedding if is_real else nn.Embedding(400, 8)
+    head.weight = tied.weight
+    torch.manual_seed(0)
+    expected = embedding.weight.detach().clone()
+    materialise(nn.ModuleList([tied, head]))
+    assert head.weight is tied.weight
+    assert torch.equal(head.weight, expected)
+    assert not head.bias.is_meta
 
 
 def test_transformers_model_has_the_values_of_plain_construction() -> None:
