@@ -19,12 +19,14 @@ from enum import Enum
 from functools import partial
 from itertools import chain
 from numbers import Number
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from lightning_elixir.core.module_hooks import MARKS, is_own_hook, is_scripted
 from lightning_elixir.core.random_states import (
@@ -41,11 +43,15 @@ _MOST_COPIED = 1 << 16
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque)
 _MOST_ITEMS = 10_000
-_SINGLE = (Tensor, Number, str, type(None), Enum)
+_SINGLE = (Tensor, Number, str, type(None), Enum, RemovableHandle)
 _VALUES = (*_SINGLE, *_CONTAINERS, tuple)
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _NOTHING = object()
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", *MARKS)
+_KINDS_OF_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_NUM_KINDS = len(_KINDS_OF_HOOKS)
+_tables = itemgetter(*_KINDS_OF_HOOKS, *MARKS)
+_Hooks = tuple[dict[int, Any], ...]
+_NO_HOOKS: _Hooks = tuple({} for _ in range(_NUM_KINDS + len(MARKS)))
 _FIRST_CALLS = 2
 _LOOK_EVERY = 64
 _HOST = torch.device("cpu")
@@ -286,47 +292,44 @@ class _HooksAsBefore:
     """
 
     def __init__(self, parts: list[nn.Module]) -> None:
-        self._parts = parts
-        self._before = {part: _hooks_of(part) for part in parts if part._forward_pre_hooks or part._forward_hooks}
-        self._now: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        self._marked: list[tuple[dict[int, Any], Iterable[int]]] = []
+        self._before = [(part, _hooks_of(part)) for part in parts]
+        self._now: list[tuple[nn.Module, _Hooks]] = []
 
     def __enter__(self) -> None:
-        for part in self._parts:
-            before = self._before.get(part) or [{}] * len(_HOOKS)
-            for name, now, had in zip(_HOOKS, _hooks_of(part), before, strict=True):
-                held = vars(part)[name]
-                if name in MARKS:
-                    self._marked.append((held, had.keys() - now.keys()))
-                    held.update(had)
-                    continue
-                self._now.append((held, now))
-                if now != had:
-                    kept = {key: hook for key, hook in had.items() if key in now or not is_own_hook(hook)}
-                    _fill(held, kept | _own_hooks(now))
+        for part, before in self._before:
+            if _tables(vars(part)) == before:
+                self._now.append((part, before))
+            else:
+                self._now.append((part, _hooks_of(part)))
+                _set_hooks(part, before)
 
     def __exit__(self, *error: object) -> None:
-        for held, now in self._now:
-            if held != now:  # ours may have come inside
-                _fill(held, now | _own_hooks(held))
-        for held, keys in self._marked:
-            for key in keys:
-                held.pop(key, None)
-        self._now, self._marked = [], []
+        for part, now in self._now:
+            if _tables(vars(part)) != now:
+                _set_hooks(part, now)
+        self._now = []
 
 
-def _hooks_of(part: nn.Module) -> list[dict[int, Any]]:
+def _hooks_of(part: nn.Module) -> _Hooks:
     """Forward hooks of a module, by key, and which of them are called in another way."""
-    has = vars(part)
-    return [dict(has[name]) for name in _HOOKS]
+    tables: _Hooks = _tables(vars(part))
+    return tuple(map(dict, tables)) if any(tables) else _NO_HOOKS
 
 
-def _own_hooks(hooks: dict[int, Any]) -> dict[int, Any]:
-    return {key: hook for key, hook in hooks.items() if is_own_hook(hook)}
+def _set_hooks(part: nn.Module, hooks: _Hooks) -> None:
+    """Give a module other hooks; ours stay. The tables do, too, from which handles remove."""
+    tables: _Hooks = _tables(vars(part))
+    keys: set[int] = set()
+    for held, values in zip(tables[:_NUM_KINDS], hooks, strict=False):
+        ours = {key: hook for key, hook in held.items() if is_own_hook(hook)}
+        kept = {key: hook for key, hook in values.items() if key in ours or not is_own_hook(hook)}
+        _fill(held, kept | ours)
+        keys.update(held)
+    for held, values in zip(tables[_NUM_KINDS:], hooks[_NUM_KINDS:], strict=True):
+        _fill(held, {key: mark for key, mark in (held | values).items() if key in keys})
 
 
 def _fill(held: dict[int, Any], values: dict[int, Any]) -> None:
-    """The dict stays the same one, from which handles remove."""
     held.clear()
     held.update(values)
 

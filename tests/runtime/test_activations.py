@@ -428,6 +428,30 @@ def test_hooks_around_a_call_are_there_when_it_is_recomputed(fate: str) -> None:
     assert not any(left)
 
 
+class _HookingInside(Block):
+    """Hooks a layer of its own: for each call, and in the first one for all to come."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        if not hasattr(self, "handle"):
+            self.handle = self.up.register_forward_hook(lambda _, args, result: result * 1.5)
+        once = self.up.register_forward_hook(lambda _, args, kw, result: torch.sin(result), with_kwargs=True)
+        y = super().forward(x)
+        once.remove()
+        return y
+
+
+@pytest.mark.parametrize("fate", telling(["recompute", "recompute_offloaded"], "recompute"))
+def test_hooks_that_a_block_makes_are_made_once(fate: str) -> None:
+    """A recomputation ends before the code that removes them."""
+    seed_torch(0)
+    model = Stack(_HookingInside, depth=3)
+    pair = _three_steps(model, fate)
+    assert pair.module.stats().recomputed_blocks > 0
+    for block in model.blocks:
+        assert len(block.up._forward_hooks) == 1
+        assert not block.up._forward_hooks_with_kwargs
+
+
 class _Showing(Block):
     """Keeps its last output."""
 
