@@ -526,12 +526,12 @@ struct Standing {
   bool is_refused = false;
 
   // False: the thread must end, since a program without privileges may not take it out of SCHED_IDLE.
-  bool change_to(bool wants_idle) {
+  bool set([[maybe_unused]] bool idle) {
 #if defined(__linux__)
-    if (wants_idle == is_idle || is_refused) return true;
+    if (idle == is_idle || is_refused) return true;
     const sched_param none = {};
-    const bool is_done = sched_setscheduler(0, wants_idle ? SCHED_IDLE : SCHED_OTHER, &none) == 0;
-    if (is_done) is_idle = wants_idle;
+    const bool is_done = sched_setscheduler(0, idle ? SCHED_IDLE : SCHED_OTHER, &none) == 0;
+    if (is_done) is_idle = idle;
     else if (is_idle) return false;
     else is_refused = true;
 #endif
@@ -566,7 +566,7 @@ struct Pool {
         continue;
       }
       const Moment begin;
-      if (!standing.change_to(begin.wall_ns >= crowded_until_ns)) {
+      if (!standing.set(begin.wall_ns >= crowded_until_ns)) {
         --num_threads;  // the next job makes another
         pthread_mutex_unlock(&mutex);
         return;

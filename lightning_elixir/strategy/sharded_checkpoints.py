@@ -194,7 +194,7 @@ class ShardedCheckpoints:
         meta = run_together(comm, lambda: self._opened.meta(weights_only))
         self._own = meta.pop(OWN_KEY, None) or {}
         if saved_optimizers(self._opened, self._further_names):
-            # Lightning asks for them to be loaded if they are there, and users may have put others in their place.
+            # Lightning has them loaded if they are there, and users may have put others in their place.
             meta["optimizer_states"] = self._states_to_come = []
         return meta
 
