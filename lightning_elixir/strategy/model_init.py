@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.module_hooks import is_scripted
 from lightning_elixir.core.random_states import capture_random_states, restore_random_states
 from lightning_elixir.core.shells import layout_of
 from lightning_elixir.core.together import is_heard, raise_together
@@ -319,6 +320,8 @@ def materialise(model: nn.Module, is_loaded: bool = False) -> None:
     for name, module in model.named_modules():
         before = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
         kept = {key: made.get(p, p) for key, p in before.items() if p in made or not p.is_meta}
+        if is_scripted(module):  # gives other tensors at each look
+            kept.clear()
         own: list[Tensor] = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(tensor.is_meta and source_of(tensor) is None and tensor not in made for tensor in own):
             reset = getattr(module, "reset_parameters", None)
