@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks")
+# Tables of a module's hooks, by the names of their attributes.
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+CALL_HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
+_HOOKS = (*FORWARD_HOOKS, "_state_dict_pre_hooks", "_state_dict_hooks")
 # Of forward hooks: which keys are of hooks that are called in another way.
 MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 

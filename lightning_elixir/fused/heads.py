@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_elixir.core.module_hooks import OwnHook, own_forward, pattern_around
+from lightning_elixir.core.module_hooks import CALL_HOOKS, is_own_hook, own_forward, pattern_around
 from lightning_elixir.errors import StateError
 from lightning_elixir.fused.linear_loss import linear_cross_entropy
 from lightning_elixir.fused.operators import is_plain
@@ -56,7 +56,6 @@ class _Running:
 # The forward that runs in this context; None: one that computes its logits.
 _PUTS_OFF: ContextVar[_Running | None] = ContextVar("lightning_elixir_puts_off", default=None)
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SCALES = ("__mul__", "__rmul__", "__truediv__")
 _TRIED = ("transformers", "torch", "builtins")  # packages whose code may run in a trial
 
@@ -107,7 +106,7 @@ def _why_not(model: Any) -> str | None:
             return f"{what} has a parallel pattern, {around.pattern!r}"
     if "forward" in vars(head) or "forward" in vars(model):
         return "its forward, or that of its last layer, has been replaced"
-    if any(not isinstance(getattr(h, "__self__", h), OwnHook) for n in _HOOKS for h in vars(head)[n].values()):
+    if any(not is_own_hook(hook) for name in CALL_HOOKS for hook in vars(head)[name].values()):
         return "its last layer has hooks"
     return None
 

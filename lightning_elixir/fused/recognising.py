@@ -14,6 +14,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from lightning_elixir.core.module_hooks import CALL_HOOKS
 from lightning_elixir.core.shells import is_shell
 from lightning_elixir.fused.mixtures import mixture
 from lightning_elixir.fused.operators import Gate, NormKind, activation, is_plain, rms_norm_by_torch
@@ -26,7 +27,6 @@ TAKES_PAIRS = "_elixir_takes_pairs"
 compute by the module's own forward, they give `NotImplemented`."""
 _LARGE = 1e3  # beyond the limits at which some models cut values off
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def norm_formula(module: nn.Module) -> tuple[NormKind, float] | None:
@@ -94,7 +94,7 @@ def gate_of(module: nn.Module) -> Gate | None:
 
 def _activation_of(act: Any) -> Gate | None:
     """Of a module or a function."""
-    if isinstance(act, nn.Module) and (list(act.parameters()) or any(vars(act).get(name) for name in _HOOKS)):
+    if isinstance(act, nn.Module) and (list(act.parameters()) or any(vars(act).get(name) for name in CALL_HOOKS)):
         return None
     line = torch.cat((torch.linspace(-6, 6, 101), torch.tensor([-_LARGE, _LARGE])))
     with torch.no_grad():
@@ -171,7 +171,7 @@ def twin(
     twin: nn.Module = object.__new__(type(module))
     twin.__dict__.update(vars(module))
     twin.__dict__.pop("forward", None)
-    twin.__dict__.update({name: OrderedDict() for name in _HOOKS})
+    twin.__dict__.update({name: OrderedDict() for name in CALL_HOOKS})
     twin.__dict__["_parameters"] = parameters or {}
     twin.__dict__["_modules"] = modules or {}
     return twin

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from lightning_elixir.core.module_hooks import MARKS, is_own_hook, is_scripted
+from lightning_elixir.core.module_hooks import FORWARD_HOOKS, MARKS, is_own_hook, is_scripted
 from lightning_elixir.core.random_states import (
     capture_random_states,
     generators_among,
@@ -47,9 +47,8 @@ _SINGLE = (Tensor, Number, str, type(None), Enum, RemovableHandle)
 _VALUES = (*_SINGLE, *_CONTAINERS, tuple)
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _NOTHING = object()
-_KINDS_OF_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_NUM_KINDS = len(_KINDS_OF_HOOKS)
-_tables = itemgetter(*_KINDS_OF_HOOKS, *MARKS)
+_NUM_KINDS = len(FORWARD_HOOKS)
+_tables = itemgetter(*FORWARD_HOOKS, *MARKS)
 _Hooks = tuple[dict[int, Any], ...]
 _NO_HOOKS: _Hooks = tuple({} for _ in range(_NUM_KINDS + len(MARKS)))
 _FIRST_CALLS = 2
