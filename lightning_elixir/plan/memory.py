@@ -1,6 +1,7 @@
 """Bytes of a placement, by kind, of one rank.
 
-Per parameter: compute shard, gradient shard, master (beside 16 bits only) and states, divided by the ranks. Beside that
+Per parameter: compute shard (unless replicas are cast from a master on the device), gradient shard, master (beside 16
+bits only) and states, divided by the ranks. Beside that
 rCache blocks, `GRAD_BLOCKS` gradient blocks (one collects while another is reduced; more where several collect at once,
 and with several ranks; none where a rank alone has the states on its device, and the block stays as the shard), on the
 device what is persistent, and on the host staging buffers where gradients are added up and buffers for NVMe.
@@ -127,6 +128,18 @@ def has_params_on_nvme(chunk: ChunkSpec) -> bool:
 def uses_nvme(chunk: ChunkSpec) -> bool:
     """Whether anything of the chunk is there."""
     return is_on_nvme(chunk) or has_params_on_nvme(chunk)
+
+
+def is_cast_from_master(chunk: ChunkSpec, *, has_master: bool, is_kept_whole: bool) -> bool:
+    """Whether the chunk has no compute shard, since its replicas are made from the master, which is on the device: that
+    costs next to nothing there, and spares the memory of the parameters in 16 bits.
+
+    Args:
+        has_master: There is a more precise copy of the parameters, if they train.
+        is_kept_whole: Ranks that share the chunk keep all of its parameters each, but only their slice of the master.
+    """
+    is_near = chunk.requires_grad and chunk.param_tier is Tier.GPU and chunk.optim_tier is Tier.GPU
+    return is_near and has_master and not chunk.is_persistent and not is_kept_whole
 
 
 def problem_of_params_on_nvme(chunks: Iterable[ChunkSpec], world_size: int, is_storage_distributed: bool) -> str | None:
@@ -306,7 +319,7 @@ class Scheme:
         gpu_param, num_sharing = 0, self.num_sharing(chunk)
         if chunk.is_persistent:
             gpu_param = chunk.nbytes
-        elif chunk.param_tier is Tier.GPU:
+        elif chunk.param_tier is Tier.GPU and not self.is_cast_from_master(chunk):
             gpu_param = self.param_shard_bytes(chunk)
         on_gpu = chunk.requires_grad and chunk.optim_tier is Tier.GPU
         on_host = chunk.requires_grad and chunk.optim_tier is Tier.CPU
@@ -328,6 +341,22 @@ class Scheme:
     def is_shard_whole(self) -> bool:
         """Then a shard on the GPU is the whole replica, and dropping the one would keep the other."""
         return self.mesh.copy_size == 1 or not self.is_storage_distributed
+
+    def is_cast_from_master(self, chunk: ChunkSpec) -> bool:
+        """As the function of that name."""
+        is_kept_whole = not self.is_storage_distributed and self.num_sharing(chunk) > 1
+        has_master = self.data_bytes[chunk.dtype].master > 0
+        return is_cast_from_master(chunk, has_master=has_master, is_kept_whole=is_kept_whole)
+
+    def can_lack_replica(self, dtype: str, *, requires_grad: bool) -> bool:
+        """Whether a chunk whose states are on the device takes less of it if its replica does not stay, too: several
+        ranks share it, or it is cast from its master.
+
+        Args:
+            dtype: Its compute dtype.
+        """
+        has_master = requires_grad and self.data_bytes[dtype].master > 0
+        return not self.is_shard_whole or (self.mesh.copy_size == 1 and has_master)
 
     def stream_bytes(self, chunks: Iterable[ChunkSpec]) -> int:
         """Device memory of the buffers through which updates are streamed, if any of these is, or of whole parameters

@@ -557,6 +557,8 @@ class Builder:
             self._put(shard.master, piece)
         if spec.is_persistent:
             return  # the replica, or this rank's slice of it, is always there: it is the shard
+        if store.is_cast_from_master(spec, self._precision.master_of(spec)):
+            return
         if shard.is_param_on_disk:
             shard.keep_param(piece)
             return

@@ -24,7 +24,7 @@ from lightning_elixir.patterns.cuts import cuts_of
 from lightning_elixir.patterns.placed import check_placed
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.rcache import RCache
-from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, Drop, Plan
+from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, Drop, Plan
 from lightning_elixir.runtime.activations import Activations
 from lightning_elixir.runtime.active_plan import ActivePlan
 from lightning_elixir.runtime.agreement import Meeting
@@ -570,6 +570,10 @@ class Engine:
     def own_shard(self, chunk: Chunk) -> Tensor:
         """This rank's up-to-date values of a chunk, 1-D: what an optimizer updates. Not a copy."""
         return own_values(self.store, chunk, self.groups)
+
+    def is_cast_from_master(self, spec: ChunkSpec) -> bool:
+        """See `ShardStore.is_cast_from_master`."""
+        return self.store.is_cast_from_master(spec, self.precision.master_of(spec))
 
     # Sampling, statistics, end
 

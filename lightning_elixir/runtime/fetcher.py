@@ -134,18 +134,21 @@ class Fetcher:
 
     def _source(self, chunk: Chunk) -> Shard:
         shard = self._store[chunk.id]
-        if shard.param is None and not shard.is_param_on_disk:
+        has_source = shard.param is not None or shard.master is not None or shard.is_param_on_disk
+        if chunk.spec.is_persistent or not has_source:
             raise StateError(f"{chunk.spec} has no shard to fetch from: its replica was the only copy")
         return shard
 
     def _fill(self, chunk: Chunk, flat: Tensor, shard: Shard, *, is_alone: bool) -> None:
         param = shard.read_param()  # with its peers, a rank reads when they have met
-        if param is None:
-            return
         groups, spec = self._groups, chunk.spec
         is_upload = spec.param_tier is not Tier.GPU
-        if shard.is_param_overwritten and shard.master is not None:
+        if param is None:
+            param = shard.master  # which is on the device, and cast there
+        elif shard.is_param_overwritten and shard.master is not None:
             param = shard.master.to(chunk.dtype)  # the same bits; rare, so from memory that is not page-locked
+        if param is None:
+            return
         if is_alone:
             flat.copy_(param, non_blocking=True)
             self._moved.h2d += param.nbytes if is_upload else 0

@@ -194,7 +194,7 @@ def _bytes_on(engine: Engine, spec: ChunkSpec, tier: Tier) -> int:
         nbytes += shard_numel * master.itemsize
     if spec.is_persistent:
         return nbytes + (storage_bytes(engine.plan, spec) if tier is Tier.GPU else 0)
-    if spec.param_tier is tier:
+    if spec.param_tier is tier and not engine.is_cast_from_master(spec):
         nbytes += (shard_numel if engine.plan.is_storage_distributed else spec.numel) * dtype_of(spec).itemsize
     return nbytes
 
@@ -224,12 +224,14 @@ def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, before: Sha
             new.master.copy_(source)
     if spec.has_spare_states:  # those of a chunk that gets them now are made in its step
         new.spare_master, new.spare_param = old.spare_master, old.spare_param
-    if not spec.is_persistent:
+    if not spec.is_persistent and not store.is_cast_from_master(spec, master_dtype):
         numel = store.param_numel(spec)
         if old.param is not None and chunk.spec.param_tier is spec.param_tier:
             new.param = old.param
         elif not new.is_param_on_disk or new.on_disk != old.on_disk:
             param = old.read_param()
+            if param is None and old.master is not None and not chunk.spec.is_persistent:
+                param = old.master.to(chunk.dtype)
             whole = chunk.flat if param is None else param
             own = groups.mine(chunk.spec, whole) if whole.numel() != numel else whole
             if new.is_param_on_disk:

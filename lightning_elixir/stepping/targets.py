@@ -11,9 +11,10 @@ from lightning_elixir.stepping.cases import Grads, Params
 
 
 def target_of(engine: Engine, chunk: Chunk) -> Tensor | None:
-    """Where the master goes in the compute dtype: this rank's slice of shard or replica, 1-D. None without a master."""
+    """Where the master goes in the compute dtype: this rank's slice of shard or replica, 1-D. None without a master, or
+    where replicas are cast from it."""
     shard = engine.store[chunk.id]
-    if not shard.has_master:
+    if not shard.has_master or engine.is_cast_from_master(chunk.spec):
         return None
     if shard.on_disk is not None and shard.on_disk.has_param:
         return shard.on_disk.param_stand_in()

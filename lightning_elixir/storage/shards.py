@@ -1,8 +1,8 @@
 """All persistent bytes of this rank: compute shards, masters and gradient shards, by chunk.
 
 Shards on the host are exactly sized anonymous maps, page-locked by registration, with huge pages asked for. Persistent
-chunks on the GPU tier have no shard beside their replica. Gradient shards on the GPU come from the memory that
-activations leave, not from the pool of replicas, whose storages are all of one size.
+chunks on the GPU tier have no shard beside their replica, and others none beside a master there. Gradient shards on the
+GPU come from the memory that activations leave, not from the pool of replicas, whose storages are all of one size.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lightning_elixir.core.device import Device
 from lightning_elixir.core.host_memory import Extent, HostMemory
 from lightning_elixir.core.worker import Task
 from lightning_elixir.errors import ElixirError, StateError, StorageError
-from lightning_elixir.plan.memory import uses_nvme
-from lightning_elixir.plan.types import ChunkSpec, Tier
+from lightning_elixir.plan.memory import is_cast_from_master, uses_nvme
+from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, Tier
 from lightning_elixir.storage.nvme import GRAD, MASTER, PARAM, ChunkStates, MappedMemory, StateFile
 
 
@@ -29,7 +29,8 @@ class Shard:
 
     param: Tensor | None = None
     """1-D, compute dtype, on the parameter tier. None where the replica itself is the shard (persistent chunks on the
-    GPU tier), and where it is on NVMe (`is_param_on_disk`). The whole chunk where storage is not distributed."""
+    GPU tier), where replicas are cast from the master, and where it is on NVMe (`is_param_on_disk`). The whole chunk
+    where storage is not distributed."""
     master: Tensor | None = None
     """1-D, master dtype, on the optimizer tier. None for frozen chunks, where the compute shard is the optimizer's own
     copy, and on NVMe."""
@@ -168,6 +169,16 @@ class ShardStore:
 
     def optim_numel(self, spec: ChunkSpec) -> int:
         return spec.numel // self._num_sharing(spec)
+
+    def is_cast_from_master(self, spec: ChunkSpec, master: torch.dtype | None) -> bool:
+        """Whether the chunk has no compute shard, as its replicas are made from the master.
+
+        Args:
+            master: Its dtype; None: there is none.
+        """
+        is_kept_whole = not self._is_distributed and self._num_sharing(spec) > 1
+        has_master = master is not None and master.itemsize > DTYPE_BYTES[spec.dtype]
+        return is_cast_from_master(spec, has_master=has_master, is_kept_whole=is_kept_whole)
 
     def empty(self, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor:
         """1-D uninitialised tensor on `tier`; for NVMe one without memory, on `meta`."""

@@ -346,8 +346,8 @@ _RCACHE = (
         "rcache",
         "silent",
         "runtime/fetcher.py",
-        "        if shard.is_param_overwritten and shard.master is not None:\n",
-        "        if shard.is_param_overwritten and shard.param is None and shard.master is not None:\n",
+        "        elif shard.is_param_overwritten and shard.master is not None:\n",
+        "        elif shard.is_param_overwritten and param is None and shard.master is not None:\n",
         "Where gradients take the place of parameters, a forward before the step computes with gradients.",
     ),
     Fault(

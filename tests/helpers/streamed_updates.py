@@ -95,6 +95,8 @@ SITES: dict[str, Callable[[ChunkSpec], ChunkSpec]] = {
     "streamed_persistent": lambda c: replace(c, param_tier=Tier.GPU, is_persistent=True, is_update_streamed=True),
     "mixed_persistent": lambda c: replace(c, param_tier=Tier.GPU, is_persistent=True, is_update_streamed=c.id % 2 == 0),
     "gpu": lambda c: replace(c, param_tier=Tier.GPU, optim_tier=Tier.GPU, is_persistent=True),
+    "cast": lambda c: replace(c, param_tier=Tier.GPU, optim_tier=Tier.GPU),
+    "some_cast": lambda c: c if c.id % 2 else replace(c, param_tier=Tier.GPU, optim_tier=Tier.GPU),
     "nvme": lambda c: replace(c, optim_tier=Tier.NVME),
     "nvme_some": lambda c: replace(c, optim_tier=Tier.NVME if c.id % 3 else Tier.CPU, is_update_streamed=c.id % 6 == 3),
     "nvme_param_on_gpu": lambda c: replace(c, param_tier=Tier.GPU, optim_tier=Tier.NVME),
@@ -227,7 +229,20 @@ def check_sites_agree(how: How, sites: list[str], device: torch.device, referenc
             assert 0 < streamed < total
 
 
-ORDER = ["streamed", "host", "gpu", "streamed", "streamed_persistent", "mixed", "every_site", "streamed"]
+ORDER = [
+    "streamed",
+    "host",
+    "gpu",
+    "cast",
+    "streamed",
+    "some_cast",
+    "streamed_persistent",
+    "mixed",
+    "cast",
+    "gpu",
+    "every_site",
+    "streamed",
+]
 NVME_ORDER = [
     "nvme",
     "host",
@@ -237,6 +252,8 @@ NVME_ORDER = [
     "nvme_param",
     "gpu",
     "nvme_persistent",
+    "nvme_param",
+    "cast",
     "nvme_param",
     "streamed",
     "nvme",

@@ -153,10 +153,10 @@ def every_placement(case: Case, depths: Sequence[int]) -> Iterator[Plan]:
         sites = [RESIDENT, OFFLOADED]
         if chunk.requires_grad and not is_waited_for:
             sites.append(KEPT)
-        if is_shared:
+        if is_shared or (chunk.requires_grad and case.problem.regime.data_bytes[chunk.dtype].master):
             sites.append(SHARDED)
-            if chunk.requires_grad:
-                sites.append(SHARDED_PARAMS)
+        if is_shared and chunk.requires_grad:
+            sites.append(SHARDED_PARAMS)
         if chunk.requires_grad and case.problem.regime.can_stream:
             sites += [s._replace(is_update_streamed=True) for s in sites if s.optim_tier is Tier.CPU]
         if chunk.requires_grad and case.problem.budget.nvme_bytes:

@@ -64,7 +64,7 @@ def random_problem(random: Random) -> tuple[Plan, StepProfile, HardwareSpec]:
     chunks = []
     for i in range(num_chunks):
         sites = [RESIDENT, KEPT, OFFLOADED, OFFLOADED]
-        if world_size > 1 and is_distributed:
+        if is_distributed:
             sites.append(SHARDED)
         site = random.choice(sites)
         if site.optim_tier is Tier.CPU and random.random() < 0.3:

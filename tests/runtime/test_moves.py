@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def elsewhere(plan: Plan, seed: int, sites: tuple[str, ...] = ("gpu", "host", "every_site")) -> Plan:
+def elsewhere(plan: Plan, seed: int, sites: tuple[str, ...] = ("gpu", "cast", "host", "every_site")) -> Plan:
     dice = random.Random(seed)
     moved = []
     for chunk in plan.chunks:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_elixir.core.device import CpuDevice
@@ -61,6 +62,58 @@ def test_streamed_equals_host(how: str) -> None:
     check_sites_agree(HOWS[how], ["streamed", "mixed"], CPU)
     if HOWS[how].overflow_at >= 0:
         assert train(HOWS[how], "streamed").skipped.count(True) == 1
+
+
+@pytest.mark.parametrize("how", telling(HOWS, "scaled_clipped", "unused", "accumulated"))
+def test_replicas_are_cast_from_masters_on_the_device(how: str) -> None:
+    check_sites_agree(HOWS[how], ["cast", "some_cast"], CPU)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_cast_has_no_compute_shard(world_size: int) -> None:
+    held = train_cast("bf16") if world_size == 1 else run_ranks(train_cast, world_size, "bf16")[0]
+    numel = held["numel"] // world_size
+    assert held["gpu_master"] == 4 * numel
+    assert "gpu_param" not in held
+    assert held["evictions"]
+    true = train_cast("bf16_true") if world_size == 1 else run_ranks(train_cast, world_size, "bf16_true")[0]
+    assert true["gpu_param"] == 2 * numel  # there is no master to cast from
+
+
+def train_cast(how: str) -> dict[str, int]:
+    """What a rank holds after a step with all states on the device and no replica that stays."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    module, optimizer = new_training(HOWS[how], "cast", CPU, world_size=world_size)
+    train_step(module, optimizer, HOWS[how], 0)
+    numel = sum(chunk.numel for chunk in module.plan.chunks)
+    stats = module.stats()
+    module.close()
+    return {**stats.held_bytes, "numel": numel, "evictions": stats.evictions}
+
+
+def test_written_values_reach_masters_that_replicas_are_cast_from() -> None:
+    """In 16 bits, in fp32, and put back: as where parameters are on the host."""
+    found = []
+    for site in ("host", "cast", "gpu"):
+        how = HOWS["bf16"]
+        module, optimizer = new_training(how, site, CPU)
+        parameters = dict(module.module.named_parameters())
+        names = list(parameters)
+        for number in range(4):
+            train_step(module, optimizer, how, number)
+            with torch.no_grad():
+                parameters[names[number]].mul_(0.75)
+                parameters[names[-1]].copy_(torch.full_like(parameters[names[-1]], 1.0, dtype=torch.float32).add_(1e-5))
+                before = parameters[names[4]].clone()
+                parameters[names[4]].zero_()
+                ZOO[how.name].loss(module, 0)
+                parameters[names[4]].copy_(before)
+        found.append((module.full_state_dict(), result_of(module, optimizer)))
+        module.close()
+    (expected, first), *others = found
+    for values, result in others:
+        assert [k for k, v in expected.items() if not torch.equal(values[k], v)] == []
+        assert_same(result, first)
 
 
 @pytest.mark.full
@@ -204,12 +257,12 @@ RANKED = [
 @pytest.mark.parametrize(("how", "options"), RANKED)
 def test_several_ranks(how: str, options: dict[str, Any], world_size: int) -> None:
     expected = run_ranks(train_rank, world_size, HOWS[how], "host", options)
-    sites = ["streamed", "mixed"] if options else ["streamed", "every_site", "streamed_persistent"]
+    sites = ["streamed", "mixed"] if options else ["streamed", "every_site", "some_cast", "streamed_persistent"]
     for site in sites:
         results = run_ranks(train_rank, world_size, HOWS[how], site, options)
         assert_same(results[0], expected[0])
         assert [sum(r.numel) for r in results] == [sum(r.numel) for r in expected]
-        assert sum(r.numel[1] for r in results) > 0
+        assert (sum(r.numel[1] for r in results) > 0) is (site != "some_cast")
 
 
 # What is page-locked

@@ -478,6 +478,8 @@ class _LayoutSearch(Space):
         for share in dict.fromkeys((0.0, self._balanced_share() / 2, self._balanced_share())):
             base = Choice(streamed_share=share, depth=depth, pattern=pattern)
             yield replace(base, resident=self._most_resident(base))
+            if self.can_shard:
+                yield replace(base, sharded=self._most_sharded(base))
 
     def _grid(self) -> Iterator[Choice]:
         depth = self._depths()[-1]
@@ -499,11 +501,11 @@ class _LayoutSearch(Space):
             full = replace(base, resident=self._most_resident(base))
             yield full
             yield replace(full, kept=self._most_kept(full))
-        if self.is_shared:
+        if self.can_shard:
             yield from self._sharded_starts(share, depth)
 
     def _sharded_starts(self, share: float, depth: int) -> Iterator[Choice]:
-        for is_rest_on_gpu in (False, True):
+        for is_rest_on_gpu in (False, True) if self.is_shared else (False,):
             base = Choice(is_rest_on_gpu=is_rest_on_gpu, streamed_share=share, depth=depth)
             most = self._most_sharded(base)
             for sharded in dict.fromkeys(most * quarter // 4 for quarter in range(5)):
@@ -521,10 +523,15 @@ class _LayoutSearch(Space):
         for kept in (at.kept + step, at.kept - step):
             if 0 <= kept <= total:
                 yield replace(at, kept=kept)
-        if self.is_shared:
+        if self.can_shard:
             for sharded in (at.sharded + step, at.sharded - step):
                 if 0 <= sharded <= self.num_trainable:
                     yield replace(at, sharded=sharded)
+            turned = replace(at, resident=0, sharded=at.resident + at.sharded)
+            if at.resident:
+                yield turned
+                yield replace(turned, sharded=self._most_sharded(replace(turned, sharded=0)))
+        if self.is_shared:
             yield replace(at, is_rest_on_gpu=not at.is_rest_on_gpu)
         for pattern in PATTERNS:
             yield replace(at, pattern=pattern)
@@ -563,7 +570,7 @@ class _LayoutSearch(Space):
     def _sites_of(self, chunk_id: int) -> list[Site]:
         """Where a chunk may be."""
         sites = [RESIDENT, OFFLOADED]
-        if self.is_shared:
+        if self.sharded[chunk_id] != RESIDENT:
             sites.append(SHARDED)
         if self.layout.packed[chunk_id].requires_grad:
             sites.append(self.kept[chunk_id])
@@ -607,8 +614,8 @@ class _LayoutSearch(Space):
     def _fullest(self) -> Iterator[Choice]:
         """Choices that fill the GPU."""
         bases = [Choice(), Choice(resident=self._most_resident(Choice()))]
-        if self.is_shared:
-            for rest in (False, True):
+        if self.can_shard:
+            for rest in (False, True) if self.is_shared else (False,):
                 base = Choice(is_rest_on_gpu=rest)
                 bases.append(replace(base, sharded=self._most_sharded(base)))
         for base in bases:

@@ -65,7 +65,7 @@ class Choice:
     resident: int = 0
     """Everything on the GPU for good."""
     sharded: int = 0
-    """Shards and states on the GPU, replicas in the rCache (several ranks)."""
+    """Shards and states on the GPU, replicas in the rCache: see `Space.sharded`."""
     kept: int = 0
     """Parameters on the GPU for good, states on the host: see `Space.kept`."""
     is_rest_on_gpu: bool = False
@@ -141,6 +141,11 @@ class Space:
             SHARDED_PARAMS if is_waited_for and not problem.regime.is_in_step(c.members) else KEPT for c in packed
         ]
         """Of each chunk: where its parameters stay on the GPU, and its states on the host."""
+        can_shard = self.placer.scheme.can_lack_replica
+        self.sharded = [SHARDED if can_shard(c.dtype, requires_grad=c.requires_grad) else RESIDENT for c in packed]
+        """Of each chunk: where its states stay on the GPU, and its replica does not, if that spares memory, as several
+        ranks share the chunk, or a master is there to cast from."""
+        self.can_shard = SHARDED in self.sharded
         self.outcomes: dict[Choice, Outcome] = {}
         self._by_placement: dict[tuple[Placement, int], Outcome] = {}
         self._spilling = Spilling(self.placer.scheme)
@@ -306,7 +311,7 @@ class Space:
         taken: set[int] = set()
         ordered = self._ordered(self.trainable, choice.resident + choice.sharded, choice.pattern)
         for position, chunk_id in enumerate(ordered[: choice.resident + choice.sharded]):
-            sites[chunk_id] = RESIDENT if position < choice.resident else SHARDED
+            sites[chunk_id] = RESIDENT if position < choice.resident else self.sharded[chunk_id]
             taken.add(chunk_id)
         left = [i for i in range(len(packed)) if i not in taken]
         for chunk_id in self._ordered(left, choice.kept, choice.pattern)[: choice.kept]:

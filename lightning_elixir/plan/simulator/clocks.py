@@ -30,7 +30,7 @@ class Busy:
     update_waiting_s: float = 0.0
     """The compute stream waits for updates."""
     slowed_s: float = 0.0
-    """Computing takes longer, beside collectives."""
+    """Computing takes longer, beside collectives and where replicas are cast."""
     host_bytes: int = 0
     """Copies and sums of gradients read and write them in host memory."""
 
@@ -80,6 +80,11 @@ class Clocks:
         start_s = self.now_s
         self.now_s += seconds
         self.record.span("compute", start_s, self.now_s, label)
+
+    def interrupt(self, seconds: float, label: str) -> None:
+        """Something beside forward and backward has the device's memory to itself."""
+        self.busy.slowed_s += seconds
+        self.compute(seconds, label)
 
     def wait(self, until_s: float, label: str) -> None:
         """The compute stream stands still."""

@@ -34,6 +34,7 @@ class FetchCosts:
     """Of one fetch of a chunk."""
 
     upload_s: float
+    cast_s: float
     gather_s: float
     gather_beside_s: float
     refresh_s: float
@@ -104,6 +105,7 @@ class Costs:
         gather_s = self.gather_s(chunk, is_outdated=is_outdated)
         return FetchCosts(
             upload_s=upload_s,
+            cast_s=self.cast_s(chunk),
             gather_s=gather_s,
             gather_beside_s=self.beside_s(chunk, gather_s, self.hardware.node_all_gather),
             refresh_s=self.refresh_s(chunk, is_outdated=is_outdated),
@@ -117,6 +119,13 @@ class Costs:
             return 0.0
         is_slice = self.is_gathered(chunk, is_outdated)
         return self.hardware.h2d.seconds(chunk.nbytes // self.scheme.num_sharing(chunk) if is_slice else chunk.nbytes)
+
+    def cast_s(self, chunk: ChunkSpec) -> float:
+        """The device makes this rank's part of a replica from its master."""
+        if not self.scheme.is_cast_from_master(chunk):
+            return 0.0
+        data = self.scheme.data_bytes[chunk.dtype]
+        return self.scheme.shard_numel(chunk) * (data.master + data.compute) / self.hardware.device_bytes_per_s
 
     def gather_s(self, chunk: ChunkSpec, *, is_outdated: bool = False) -> float:
         """The ranks' part of a fetch."""

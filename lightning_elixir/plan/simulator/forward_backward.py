@@ -204,6 +204,9 @@ class ForwardBackward:
         if costs.param_read_s:
             start_s = clocks.use_disk(start_s, costs.param_read_s, "read parameters", chunk_id)
         start_s, uploaded_s = clocks.h2d.reserve(start_s, upload_s)
+        if fetch.cast_s:
+            clocks.interrupt(fetch.cast_s, f"cast {chunk_id}")
+            uploaded_s += fetch.cast_s
         end_s = uploaded_s + fetch.gather_s + fetch.refresh_s
         self._ready[chunk_id] = end_s - clocks.late_s
         if not is_held_up:

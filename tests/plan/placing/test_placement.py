@@ -262,7 +262,7 @@ def test_bytes_of_mixed_precision_on_two_ranks() -> None:
     assert tiers(plan) == ["gg*", "gg*", "gg", "gc"]
     half = 512  # elements of a shard
     expected = {
-        "gpu_param_bytes": 2 * 1024 * 2 + 2 * half * 2,  # two replicas, two shards
+        "gpu_param_bytes": 2 * 1024 * 2 + half * 2,  # two replicas; one shard, as the other is cast from its master
         "gpu_state_bytes": 3 * half * 12,
         # Shards; two blocks and one that waits for the other rank; a slice on its way to the host.
         "gpu_grad_bytes": 3 * half * 2 + 3 * 1024 * 2 + half * 2,
@@ -283,6 +283,12 @@ def test_whole_shards_on_the_host_are_not_divided() -> None:
     assert not plan.is_storage_distributed
 
 
+def is_cast(plan: Plan, chunk: ChunkSpec, data: Mapping[str, ModelDataBytes]) -> bool:
+    """Whether a chunk's replicas are made from a master on the device, so that it has no shard beside that."""
+    is_near = chunk.requires_grad and chunk.optim_tier is Tier.GPU and data[chunk.dtype].master > 0
+    return is_near and (plan.is_storage_distributed or plan.world_size == 1)
+
+
 def account(plan: Plan, data: Mapping[str, ModelDataBytes], other: int) -> tuple[int, int, int]:
     """GPU bytes with gradients, GPU bytes without, and host bytes of one rank, counted anew from the plan alone."""
     world = plan.world_size
@@ -291,7 +297,7 @@ def account(plan: Plan, data: Mapping[str, ModelDataBytes], other: int) -> tuple
         shard = c.nbytes // (world if plan.is_storage_distributed else 1)
         if c.is_persistent:
             gpu += c.nbytes
-        elif c.param_tier is Tier.GPU:
+        elif c.param_tier is Tier.GPU and not is_cast(plan, c, data):
             gpu += shard
         if c.param_tier is Tier.CPU:
             host += shard
