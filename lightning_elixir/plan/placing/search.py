@@ -19,6 +19,7 @@ test compares them with every placement of small models.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -69,7 +70,8 @@ _MOST_AS_FAST = 16  # at most so many
 _MOST_REFINEMENTS = 400
 _MOST_SIZES_WITH_FATES = 3  # chunk sizes for which fates of activations are searched; each takes a second or two
 _MOST_BALANCING = 32  # simulations to find out how many chunks to stream, to a chunk
-_MOST_SPARE_COUNTS = 32  # numbers of chunks with spare states that are tried
+_MOST_SPARE_COUNTS = 32  # numbers of chunks with spare states to choose from
+_SPARE_COUNTS_APART = 4  # of these, every so manieth is tried first
 
 
 def search(candidates: Sequence[Candidate], problem: Problem) -> Plan:
@@ -383,8 +385,7 @@ class _LayoutSearch(Space):
         climbed = self._climbed(best, self.num_simulations + _MOST_SIMULATIONS // 2)
         if climbed is not best:
             found = self._other_spares(climbed)
-        limit_s = min(o.felt_s for o in found) * (1 + SAME)
-        return min((o for o in found if o.felt_s <= limit_s), key=lambda o: (o.host_bytes, rank(o)))
+        return _of_fewest_bytes(found)
 
     def balanced(self, outcome: Outcome) -> Outcome:
         """The same, with as many chunks streamed as make the step fastest, to a chunk: the host and the stream both end
@@ -430,19 +431,25 @@ class _LayoutSearch(Space):
         return max((o for o in (outcome, *deeper) if o.felt_s <= limit_s), key=lambda o: o.choice.depth)
 
     def _other_spares(self, outcome: Outcome) -> list[Outcome]:
-        """The same placement, with spare states for other chunks and for more or fewer. Of those that are not as fast
-        as the fastest, no more is known than that."""
+        """The same placement, with spare states for other chunks and for more or fewer: some numbers of them first,
+        then those near the best. Of those that are not as fast as the fastest, no more is known than that."""
         able = sum(map(self.placer.scheme.can_have_spares, outcome.chunks))
         counts = sorted({math.ceil(able * i / _MOST_SPARE_COUNTS) for i in range(1, _MOST_SPARE_COUNTS + 1)})
-        choices = (
-            replace(outcome.choice, spare_pattern=pattern, spares=count)
-            for pattern, count in product(SPARE_PATTERNS, counts)
-        )
-        found, least_s = [outcome], outcome.felt_s
-        for choice in choices:
-            found.append(self.glimpse(choice, least_s * (1 + SAME)))
-            least_s = min(least_s, found[-1].felt_s)
-        return found
+        far_apart = counts[::-_SPARE_COUNTS_APART]
+        found = self._with_spares([outcome], product(SPARE_PATTERNS, reversed(far_apart)))
+        best = _of_fewest_bytes(found)
+        at = bisect_left(counts, sum(c.has_spare_states for c in best.chunks))
+        near = counts[max(0, at - _SPARE_COUNTS_APART + 1) : at + _SPARE_COUNTS_APART]
+        return self._with_spares(found, ((best.choice.spare_pattern, count) for count in near))
+
+    def _with_spares(self, found: Sequence[Outcome], others: Iterable[tuple[str, int]]) -> list[Outcome]:
+        """`found`, which are of one placement, and the same with spare states by these patterns and numbers."""
+        looked, least_s = list(found), min(o.felt_s for o in found)
+        for pattern, count in others:
+            choice = replace(found[0].choice, spare_pattern=pattern, spares=count)
+            looked.append(self.glimpse(choice, least_s * (1 + SAME)))
+            least_s = min(least_s, looked[-1].felt_s)
+        return looked
 
     def relative(self, choice: Choice) -> Choice:
         """The choice with its counts as shares of a thousand."""
@@ -664,6 +671,12 @@ class _LayoutSearch(Space):
         other = _LayoutSearch(Candidate(self.layout.for_ranks(problem.world_size), self.profile), problem)
         placement = other._placement(other._least_host())
         return other._fits_gpu(placement) and other._fits_host(placement.use.host_bytes)
+
+
+def _of_fewest_bytes(found: Sequence[Outcome]) -> Outcome:
+    """Of the outcomes that are as fast as the fastest, the one that takes the least of the host's memory."""
+    limit_s = min(o.felt_s for o in found) * (1 + SAME)
+    return min((o for o in found if o.felt_s <= limit_s), key=lambda o: (o.host_bytes, rank(o)))
 
 
 def _alternatives(
