@@ -54,7 +54,7 @@ from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler
 from lightning_elixir.strategy.device_meshes import MeshAccess
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.engine_strategy import EngineStrategy, move_metrics
-from lightning_elixir.strategy.first_batch import likely_batch
+from lightning_elixir.strategy.first_batch import begins_with_its_first_batch, likely_batch
 from lightning_elixir.strategy.fit_run import (
     FitRun,
     accumulates_gradients,
@@ -376,6 +376,15 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     # Training
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self._sharded.is_open and self._module.trainer.training:
+            # Again: what begins with its first batch has only now drawn for its beginning. Before hooks draw, or seed.
+            if self._is_within_epoch() and begins_with_its_first_batch(self._module.trainer.train_dataloader):
+                self._sharded.restore_random_states(self._comm, self.root_device)
+            self._sharded.close()
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         handle = self._handle
         if batch_idx == 0:
@@ -385,10 +394,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
                     f"requires_grad of {len(changed)} parameters has changed since setup ({', '.join(changed[:3])}):"
                     " freeze and unfreeze between two calls of fit(), not while training"
                 )
-        if self._sharded.is_open:  # again: making the data loader's iterator has drawn from them
-            if batch_idx > 0:
-                self._sharded.restore_random_states(self._comm, self.root_device)
-            self._sharded.close()
+        self._sharded.close()  # where `batch_to_device` was not called
         if self._fit_run is not None:
             self._fit_run.before_batch(batch, batch_idx)
 
@@ -486,6 +492,10 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     def on_validation_start(self) -> None:
         if self._fit_run is not None:
             self._fit_run.interrupt()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._sharded.renew_random_states(self._comm, self.root_device)
 
     @override
     def on_train_end(self) -> None:
@@ -625,6 +635,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._sharded.restore_random_states(self._comm, self.root_device)  # before data loaders' iterators are made
         states, optimizers = checkpoint["optimizer_states"], self._wrapped_optimizers
         if self._sharded.has_states_for(states):
             self._sharded.load_optimizers(self._engine, optimizers)
@@ -644,7 +655,13 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self._sharded.restore_random_states(self._comm, self.root_device)
+        if self._is_within_epoch():  # again: the data loader's iterator had been made there before, and has drawn here
+            self._sharded.restore_random_states(self._comm, self.root_device)
+
+    def _is_within_epoch(self) -> bool:
+        """Whether the fit goes on behind a batch that is not the last of its epoch."""
+        progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
+        return progress.current.ready > 0 and not progress.is_last_batch
 
     # Memory
 

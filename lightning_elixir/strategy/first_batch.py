@@ -8,9 +8,11 @@ change batches. What they and the dataset change is put back.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_elixir._lightning import LightningModule
@@ -50,3 +52,8 @@ def _first_samples(loader: Any) -> Any:
     indices = list(range(min(loader.batch_sampler.batch_size, len(dataset))))
     many = getattr(dataset, "__getitems__", None)  # as the loader asks
     return loader.collate_fn([dataset[index] for index in indices] if many is None else many(indices))
+
+
+def begins_with_its_first_batch(loaders: Any) -> bool:
+    """Whether one of the loaders makes its iterator by a generator, which does nothing before the first batch."""
+    return any(inspect.isgeneratorfunction(getattr(type(loader), "__iter__", None)) for loader in tree_leaves(loaders))

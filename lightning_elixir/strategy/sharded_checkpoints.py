@@ -280,6 +280,12 @@ class ShardedCheckpoints:
         if len(randoms) == comm.world_size:
             restore_random_states(randoms[comm.rank], device)
 
+    def renew_random_states(self, comm: Comm, device: torch.device) -> None:
+        """What ran since has drawn as it does in a run that is not interrupted: from now on these are restored."""
+        randoms = self._own.get("random_states") or []
+        if len(randoms) == comm.world_size:
+            randoms[comm.rank] = capture_random_states(device)
+
     @property
     def _further_names(self) -> set[str]:
         """What Fabric's user calls model and optimizers in the folder that is open, beside its own names for them."""

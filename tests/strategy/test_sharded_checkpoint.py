@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_elixir._lightning import pl
 from lightning_elixir.checkpoint import CheckpointIndex
@@ -33,10 +35,11 @@ from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.cut_up import NUM_THREADS, cut_up
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
+from tests.helpers.seeds import seed_everything
 from tests.helpers.tiers import crossed, full, telling
 from tests.strategy.models import TIGHT, LateNet, Net, assert_same_state, fit, make_data, make_trainer
 from tests.strategy.nets import FrozenNet, GroupsNet, ScheduledNet, TiedNet
-from tests.strategy.sharded import OPTIONS, MixedNet, assert_same_dump, dump, load, save, train_on
+from tests.strategy.sharded import OPTIONS, Batches, MixedNet, assert_same_dump, dump, load, save, train_on
 
 
 def _save_cut_up(*arguments: Any) -> Any:
@@ -162,6 +165,89 @@ def test_resumed_run_equals_the_uninterrupted(
         assert losses == all_losses[-len(losses) :]
         if after[0]:
             assert_same_dump(after, reference)
+
+
+class _Resumable(DataLoader[Any]):
+    """Goes on from where it stopped, with an iterator that is made at once."""
+
+    def __init__(self, dataset: Dataset[Any], *, shuffle: bool = False) -> None:
+        super().__init__(dataset, batch_size=4, shuffle=shuffle)
+        self._seen = 0
+
+    def __iter__(self) -> Any:
+        first, self._seen = self._seen, 0
+        indices = super().__iter__()
+        for _ in range(first):
+            next(indices._sampler_iter)  # type: ignore[attr-defined]
+        return map(self._counted, itertools.count(first + 1), indices)
+
+    def _counted(self, number: int, batch: Any) -> Any:
+        self._seen = number % len(self)
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self._seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._seen = state["seen"]
+
+
+class _Noisy(Dataset[Any]):
+    def __init__(self) -> None:
+        self._samples = make_data(20).dataset
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self._samples[index]
+        return x + 0.1 * torch.randn_like(x), y
+
+
+class _NoisyNet(Net):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]] if self.trainer.training else batch
+
+
+class _SeedingNet(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        torch.manual_seed(self.trainer.global_step)
+
+
+def _plain_loader() -> DataLoader[Any]:
+    return make_data(20)
+
+
+_DRAWS: dict[str, tuple[type[Net], Callable[[], Any], Callable[[], Any] | None, int, dict[str, Any]]] = {
+    "the end of an epoch": (Net, _plain_loader, None, 5, {}),
+    "shuffled": (Net, partial(make_data, 20, shuffle=True), None, 5, {}),
+    "validation at the end": (Net, partial(make_data, 20, shuffle=True), _plain_loader, 5, {}),
+    "the dataset": (Net, lambda: _Resumable(_Noisy()), None, 3, {}),
+    "a hook of batches": (_NoisyNet, lambda: _Resumable(_plain_loader().dataset), None, 3, {}),
+    "a seed": (_SeedingNet, lambda: Batches(1), None, 3, {}),
+    "validation between": (Net, lambda: _Resumable(_Noisy()), _plain_loader, 3, {"val_check_interval": 3}),
+    "validation, late": (Net, lambda: Batches(1), _plain_loader, 3, {"val_check_interval": 3}),
+}
+
+
+@pytest.mark.parametrize("what", telling(_DRAWS, "shuffled", "a hook of batches", "a seed", "validation, late"))
+def test_what_draws_around_the_first_batch_draws_the_same(what: str) -> None:
+    make_model, train, val, step, more = _DRAWS[what]
+
+    def losses(path: str | None) -> list[Tensor]:
+        seed_everything(11)
+        model, at_end = make_model(optimizer="hybrid"), step == 5
+        often = {"every_n_epochs": 1} if at_end else {"every_n_train_steps": step}
+        callback = pl.callbacks.ModelCheckpoint("saved", filename="{step}", save_top_k=-1, **often)
+        strategy = ElixirStrategy(**OPTIONS["tight"])
+        trainer = make_trainer(strategy, max_epochs=2, callbacks=[callback], enable_checkpointing=True, **more)
+        trainer.fit(model, train(), None if val is None else val(), ckpt_path=path)
+        return model.losses
+
+    expected = losses(None)
+    resumed = losses(f"saved/step={step}.ckpt")
+    assert len(resumed) == len(expected) - step
+    assert all(torch.equal(a, b) for a, b in zip(resumed, expected[step:], strict=True))
 
 
 @pytest.mark.parametrize(("first", "second"), [("tight", "all on nvme"), ("all on nvme", "cuda")])
