@@ -226,11 +226,10 @@ _DRAWS: dict[str, tuple[type[Net], Callable[[], Any], Callable[[], Any] | None, 
     "a hook of batches": (_NoisyNet, lambda: _Resumable(_plain_loader().dataset), None, 3, {}),
     "a seed": (_SeedingNet, lambda: Batches(1), None, 3, {}),
     "validation between": (Net, lambda: _Resumable(_Noisy()), _plain_loader, 3, {"val_check_interval": 3}),
-    "validation, late": (Net, lambda: Batches(1), _plain_loader, 3, {"val_check_interval": 3}),
 }
 
 
-@pytest.mark.parametrize("what", telling(_DRAWS, "shuffled", "a hook of batches", "a seed", "validation, late"))
+@pytest.mark.parametrize("what", telling(_DRAWS, "shuffled", "a hook of batches", "a seed", "validation between"))
 def test_what_draws_around_the_first_batch_draws_the_same(what: str) -> None:
     make_model, train, val, step, more = _DRAWS[what]
 
