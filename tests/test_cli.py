@@ -265,15 +265,16 @@ def test_little_memory_offloads(capsys: pytest.CaptureFixture[str]) -> None:
     assert "speeds are round figures" in output
 
 
-def test_shards_on_the_gpu_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """Chunks that are gathered for each use from parts that stay on the GPUs, where no whole chunk stays."""
-    arguments = [*SMALL_GPT, "--gpu-memory", "134MiB", "--gpus", "2"]
+@pytest.mark.parametrize("gpus", ["1", "2"])
+def test_what_is_made_on_the_gpu_for_each_use_is_told(capsys: pytest.CaptureFixture[str], gpus: str) -> None:
+    """Chunks that are gathered from parts that stay on the GPUs, or cast from masters, where no whole chunk stays."""
+    arguments = [*SMALL_GPT, "--gpu-memory", "134MiB", "--gpus", gpus]
     assert main([*arguments, "--json"]) == 0
     plan = plan_from_dict(json.loads(capsys.readouterr().out)["plan"])
-    shards = sum(not c.is_persistent and c.param_tier.value == "gpu" for c in plan.chunks)
-    assert shards
+    made = sum(not c.is_persistent and c.param_tier.value == "gpu" for c in plan.chunks)
+    assert made
     assert main(arguments) == 0
-    assert f"shards of {shards} stay there" in " ".join(capsys.readouterr().out.split())
+    assert f"parameters of {made} are made there when they are needed" in " ".join(capsys.readouterr().out.split())
 
 
 SMALL_GPT = ["plan", "--model", "gpt2", "--set", "n_layer=4", "n_embd=256", "n_head=4", "vocab_size=1000"]

@@ -256,7 +256,7 @@ def test_measured_curve_is_drawn() -> None:
         ({"has_spare_states": True}, ["sand", "sand"], "states: on the host, updated there, and spare ones"),
         ({"optim_tier": Tier.NVME}, ["sand", "purple"], "states: on NVMe"),
         ({"requires_grad": False}, ["sand", "none"], "states: none"),
-        ({"param_tier": Tier.GPU}, ["cyan", "sand"], "sharded on the GPU"),
+        ({"param_tier": Tier.GPU}, ["cyan", "sand"], "made on the GPU when needed, from shards or masters there"),
     ],
 )
 def test_chunk_shows_where_it_lives(changes: dict[str, object], colours: list[str], words: str) -> None:

@@ -98,9 +98,9 @@ def describe_chunks(plan: Plan) -> str:
         f" {sum(c.is_persistent for c in chunks)} and states of"
         f" {sum(c.optim_tier is Tier.GPU for c in trained)} stay on the GPU"
     ]
-    shards = sum(not c.is_persistent and c.param_tier is Tier.GPU for c in chunks)
-    if shards:  # several ranks
-        parts.append(f"shards of {shards} stay there")
+    made = sum(not c.is_persistent and c.param_tier is Tier.GPU for c in chunks)
+    if made:  # of shards, or of masters
+        parts.append(f"parameters of {made} are made there when they are needed")
     streamed = sum(c.is_update_streamed for c in trained)
     if streamed:
         parts.append(f"states of {streamed} stream through it for their update")

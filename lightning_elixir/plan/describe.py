@@ -39,9 +39,9 @@ def describe_placement(chunks: Sequence[ChunkSpec], blocks: int, depth: int) -> 
         parts.append(f"parameters of {on_nvme} on NVMe")
     parts.append("all parameters on the GPU" if kept == n else f"parameters of {kept} on the GPU")
     if kept < n:
-        shards = sum(not c.is_persistent and c.param_tier is Tier.GPU for c in chunks)
-        if shards:
-            parts.append(f"shards of {shards} on the GPU")
+        made = sum(not c.is_persistent and c.param_tier is Tier.GPU for c in chunks)
+        if made:  # of shards, or of masters
+            parts.append(f"those of {made} made there when they are needed")
         parts.append(
             f"the others through an rCache of {blocks} block{'s' * (blocks != 1)}, {describe_fetching(blocks, depth)}"
         )

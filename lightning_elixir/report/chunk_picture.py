@@ -15,7 +15,7 @@ LEFT = 44.0
 
 PARAM_PLACES = (
     ("resident", "blue", "always on the {device}"),
-    ("sharded", "cyan", "sharded on the {device}, gathered when needed"),
+    ("sharded", "cyan", "made on the {device} when needed, from shards or masters there"),
     ("host", "sand", "on the host, fetched when needed"),
     ("nvme", "purple", "on NVMe, fetched when needed"),
 )

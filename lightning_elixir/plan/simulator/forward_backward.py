@@ -204,10 +204,10 @@ class ForwardBackward:
         if costs.param_read_s:
             start_s = clocks.use_disk(start_s, costs.param_read_s, "read parameters", chunk_id)
         start_s, uploaded_s = clocks.h2d.reserve(start_s, upload_s)
+        there_s = uploaded_s + fetch.cast_s
         if fetch.cast_s:
             clocks.interrupt(fetch.cast_s, f"cast {chunk_id}")
-            uploaded_s += fetch.cast_s
-        end_s = uploaded_s + fetch.gather_s + fetch.refresh_s
+        end_s = there_s + fetch.gather_s + fetch.refresh_s
         self._ready[chunk_id] = end_s - clocks.late_s
         if not is_held_up:
             clocks.fetch.free_s = end_s
@@ -216,7 +216,7 @@ class ForwardBackward:
         clocks.communicate(fetch.gather_s, fetch.gather_beside_s)
         if clocks.record.is_detailed:
             clocks.record.span("h2d", start_s, uploaded_s, f"fetch {chunk_id}")
-            clocks.record.span("collective", uploaded_s, uploaded_s + fetch.gather_s, f"gather {chunk_id}")
+            clocks.record.span("collective", there_s, there_s + fetch.gather_s, f"gather {chunk_id}")
             clocks.record.span("d2h", end_s - fetch.refresh_s, end_s, f"refresh {chunk_id}")
 
     def _compute(self, interval: StepInterval, label: str, seconds: float | None = None) -> None:

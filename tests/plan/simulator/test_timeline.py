@@ -48,6 +48,18 @@ def test_everything_resident_is_computing_and_the_update() -> None:
     assert (times.h2d_s, times.d2h_s, times.collective_s) == (0, 0, 0)
 
 
+def test_casts_of_replicas_take_from_computing_and_use_no_bus() -> None:
+    chunks = [replace(chunk, dtype="bfloat16") for chunk in chunks_at(SHARDED, 3)]
+    hardware = replace(machine(), device_bytes_per_s=NUMEL * (4 + 2) / 1e-3)
+    plan, profile = make_plan_of(chunks, 1), there_and_back(3, 2e-3)
+    timeline = run(plan, profile, hardware, is_detailed=True)
+    fetches = simulate(plan, profile.trace).counters.fetches
+    assert timeline.times.total_s == pytest.approx(6 * 2e-3 + fetches * 1e-3 + 3 * 1e-4)
+    assert {s.lane for s in timeline.spans} == {"compute"}
+    casts = [s.end_s - s.start_s for s in timeline.spans if s.label.startswith("cast")]
+    assert casts == pytest.approx([1e-3] * fetches)
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 4])
 def test_without_computing_a_step_is_its_transfers(blocks: int) -> None:
     plan = make_plan_of(chunks_at(OFFLOADED, 6, requires_grad=False), blocks)
