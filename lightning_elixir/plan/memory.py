@@ -348,7 +348,7 @@ class Scheme:
         has_master = self.data_bytes[chunk.dtype].master > 0
         return is_cast_from_master(chunk, has_master=has_master, is_kept_whole=is_kept_whole)
 
-    def can_lack_replica(self, dtype: str, *, requires_grad: bool) -> bool:
+    def is_smaller_without_replica(self, dtype: str, *, requires_grad: bool) -> bool:
         """Whether a chunk whose states are on the device takes less of it if its replica does not stay, too: several
         ranks share it, or it is cast from its master.
 

@@ -16,6 +16,14 @@ from lightning_elixir.runtime.transport import Transport
 from lightning_elixir.storage.shards import Shard
 
 
+def _in_memory(shard: Shard) -> Tensor:
+    """What replicas are made from: the compute shard, or a master on the device."""
+    values = shard.master if shard.param is None else shard.param
+    if values is None:
+        raise RuntimeError("a chunk whose parameters are not in memory was to be fetched from there")
+    return values
+
+
 class Fetcher:
     """Fills replicas from shards.
 
@@ -81,8 +89,7 @@ class Fetcher:
         def issue() -> Event:
             with working_on(device.torch_device), device.fetch_lane.resume(), label("fetch", chunk.id):
                 is_allocated.wait()
-                if shard.param is not None:
-                    chunk.flat.copy_(shard.param, non_blocking=True)
+                chunk.flat.copy_(_in_memory(shard), non_blocking=True)
                 return device.fetch_lane.record()
 
         return LateEvent(update, issue)
@@ -144,11 +151,9 @@ class Fetcher:
         groups, spec = self._groups, chunk.spec
         is_upload = spec.param_tier is not Tier.GPU
         if param is None:
-            param = shard.master  # which is on the device, and cast there
+            param = _in_memory(shard)
         elif shard.is_param_overwritten and shard.master is not None:
             param = shard.master.to(chunk.dtype)  # the same bits; rare, so from memory that is not page-locked
-        if param is None:
-            return
         if is_alone:
             flat.copy_(param, non_blocking=True)
             self._moved.h2d += param.nbytes if is_upload else 0

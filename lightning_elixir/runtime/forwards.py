@@ -271,8 +271,8 @@ class Forwards:
         engine.interception.forget_state_dict()
         with beside_dispatch_modes():  # a region may begin in a recomputation, before anything has told of a backward
             engine.writes.absorb()
-        if self._has_own_statistics:
-            self._share_statistics()
+            if self._has_own_statistics:
+                self._share_statistics()
         self._has_own_statistics = engine.comm.world_size > 1 and bool(self._statistics) and torch.is_grad_enabled()
         engine.iterations.begin(is_training=torch.is_grad_enabled())
         self._phases.enter(Phase.FORWARD, self.its_turn())

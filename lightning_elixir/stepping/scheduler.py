@@ -152,14 +152,16 @@ class UpdateScheduler:
     def load_kernels(self) -> None:
         """Have threads load the code that updates will run. Not while other processes may be forked: these would wait
         for ever for what a thread is importing."""
-        in_memory = (c for c in self._chunks if c.spec.optim_tier is not Tier.NVME)
-        chunk = next(in_memory, None)  # the others' dtypes are the same, mostly
-        if chunk is None or self._torch_steps is not None:
+        if self._torch_steps is not None:
             return
-        master = self._engine.store[chunk.id].master
-        moments = [moment.dtype for moment in self.states.inner[chunk.id].moments]
-        own = chunk.dtype if master is None else master.dtype
-        self._runner.load_kernels([own, chunk.dtype, *moments, *([] if master is None else [chunk.dtype])])
+        in_memory = [c for c in self._chunks if c.spec.optim_tier is not Tier.NVME]
+        kinds = {self._engine.is_cast_from_master(c.spec): c for c in reversed(in_memory)}  # else mostly alike
+        for is_cast, chunk in kinds.items():
+            master = self._engine.store[chunk.id].master
+            moments = [moment.dtype for moment in self.states.inner[chunk.id].moments]
+            own = chunk.dtype if master is None else master.dtype
+            new_values = [] if master is None or is_cast else [chunk.dtype]
+            self._runner.load_kernels([own, chunk.dtype, *moments, *new_values])
 
     def _reserve_on_device(self, chunks: Sequence[Chunk]) -> None:
         try:

@@ -100,8 +100,9 @@ _RANKS = (
         "ranks",
         "silent",
         "runtime/forwards.py",
-        "        if self._has_own_statistics:\n            self._share_statistics()\n",
-        "        if self._has_own_statistics and torch.is_grad_enabled():\n            self._share_statistics()\n",
+        "            if self._has_own_statistics:\n                self._share_statistics()\n",
+        "            if self._has_own_statistics and torch.is_grad_enabled():\n"
+        "                self._share_statistics()\n",
         "After the last training batch every rank evaluates with batch-norm statistics of its own.",
     ),
     Fault(

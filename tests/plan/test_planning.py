@@ -315,7 +315,8 @@ def test_a_host_with_room_for_spare_states(policy: str) -> None:
     assert (plan.has_spare_states, plan.update_timing) == (True, UpdateTiming.INSIDE_BACKWARD)
     needed = int(plan.notes["host_bytes"])
     assert make_plan(encoder(), cpu_bytes=needed, **options) == plan
-    waiting = make_plan(encoder(), cpu_bytes=int(needed * 0.6), **options)
+    without = needed - int(plan.notes["host_spare_bytes"])  # room for the states alone
+    waiting = make_plan(encoder(), cpu_bytes=without, **options)
     assert (waiting.has_spare_states, waiting.update_timing) == (False, UpdateTiming.BEHIND_FORWARD)
     for refused in ({"needs_global_norm": False}, {"num_backwards": 2}, {"master_weights": False}):
         assert not make_plan(encoder(), **{**options, **refused}).has_spare_states

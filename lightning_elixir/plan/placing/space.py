@@ -141,7 +141,7 @@ class Space:
             SHARDED_PARAMS if is_waited_for and not problem.regime.is_in_step(c.members) else KEPT for c in packed
         ]
         """Of each chunk: where its parameters stay on the GPU, and its states on the host."""
-        can_shard = self.placer.scheme.can_lack_replica
+        can_shard = self.placer.scheme.is_smaller_without_replica
         self.sharded = [SHARDED if can_shard(c.dtype, requires_grad=c.requires_grad) else RESIDENT for c in packed]
         """Of each chunk: where its states stay on the GPU, and its replica does not, if that spares memory, as several
         ranks share the chunk, or a master is there to cast from."""
