@@ -378,7 +378,8 @@ def _wait_until_all_train(folder: Path, world: int, started: processes.Process) 
 
 
 # To the others a process that is stopped is late, since its system answers for it: they wait as long as `timeout` says.
-@pytest.mark.parametrize("how", [signal.SIGKILL, full(signal.SIGSTOP)], ids=["killed", "stopped"])
+@pytest.mark.full  # 12 s; that hosts vanish is noticed by the same look
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_rank_lost_on_another_host_is_named(how: signal.Signals, tmp_path: Path) -> None:
     port, begun = _free_port(), tmp_path / "begun1"
     timeout_s = 20.0 if how == signal.SIGSTOP else 600.0

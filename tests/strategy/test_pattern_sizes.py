@@ -92,7 +92,7 @@ def advised(
 @pytest.mark.parametrize(
     ("bytes_per_s", "mesh", "is_fused"),
     [
-        pytest.param(SLOW, Mesh(2, expert=2), False, id="slow"),
+        pytest.param(SLOW, Mesh(2, expert=2), False, id="slow", marks=pytest.mark.full),
         pytest.param(FAST, Mesh(2), False, id="fast", marks=pytest.mark.full),
         pytest.param(SLOW, Mesh(2, expert=2), True, id="slow_with_fused_operators", marks=pytest.mark.full),
     ],
