@@ -130,16 +130,17 @@ def uses_nvme(chunk: ChunkSpec) -> bool:
     return is_on_nvme(chunk) or has_params_on_nvme(chunk)
 
 
-def is_cast_from_master(chunk: ChunkSpec, *, has_master: bool, is_kept_whole: bool) -> bool:
+def is_cast_from_master(chunk: ChunkSpec, num_sharing: int, *, has_master: bool, is_distributed: bool) -> bool:
     """Whether the chunk has no compute shard, since its replicas are made from the master, which is on the device: that
     costs next to nothing there, and spares the memory of the parameters in 16 bits.
 
     Args:
+        num_sharing: Ranks that share the chunk.
         has_master: There is a more precise copy of the parameters, if they train.
-        is_kept_whole: Ranks that share the chunk keep all of its parameters each, but only their slice of the master.
+        is_distributed: These keep no more of the parameters than their slice, which is what they have of the master.
     """
     is_near = chunk.requires_grad and chunk.param_tier is Tier.GPU and chunk.optim_tier is Tier.GPU
-    return is_near and has_master and not chunk.is_persistent and not is_kept_whole
+    return is_near and has_master and not chunk.is_persistent and (is_distributed or num_sharing == 1)
 
 
 def problem_of_params_on_nvme(chunks: Iterable[ChunkSpec], world_size: int, is_storage_distributed: bool) -> str | None:
@@ -344,9 +345,10 @@ class Scheme:
 
     def is_cast_from_master(self, chunk: ChunkSpec) -> bool:
         """As the function of that name."""
-        is_kept_whole = not self.is_storage_distributed and self.num_sharing(chunk) > 1
-        has_master = self.data_bytes[chunk.dtype].master > 0
-        return is_cast_from_master(chunk, has_master=has_master, is_kept_whole=is_kept_whole)
+        has_master, num_sharing = self.data_bytes[chunk.dtype].master > 0, self.num_sharing(chunk)
+        return is_cast_from_master(
+            chunk, num_sharing, has_master=has_master, is_distributed=self.is_storage_distributed
+        )
 
     def is_smaller_without_replica(self, dtype: str, *, requires_grad: bool) -> bool:
         """Whether a chunk whose states are on the device takes less of it if its replica does not stay, too: several

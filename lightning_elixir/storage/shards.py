@@ -176,9 +176,11 @@ class ShardStore:
         Args:
             master: Its dtype; None: there is none.
         """
-        is_kept_whole = not self._is_distributed and self._num_sharing(spec) > 1
-        has_master = master is not None and master.itemsize > DTYPE_BYTES[spec.dtype]
-        return is_cast_from_master(spec, has_master=has_master, is_kept_whole=is_kept_whole)
+        has_master, num_sharing = (
+            master is not None and master.itemsize > DTYPE_BYTES[spec.dtype],
+            self._num_sharing(spec),
+        )
+        return is_cast_from_master(spec, num_sharing, has_master=has_master, is_distributed=self._is_distributed)
 
     def empty(self, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor:
         """1-D uninitialised tensor on `tier`; for NVMe one without memory, on `meta`."""

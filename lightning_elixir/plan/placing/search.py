@@ -512,7 +512,7 @@ class _LayoutSearch(Space):
             yield from self._sharded_starts(share, depth)
 
     def _sharded_starts(self, share: float, depth: int) -> Iterator[Choice]:
-        for is_rest_on_gpu in (False, True) if self.is_shared else (False,):
+        for is_rest_on_gpu in self.rests:
             base = Choice(is_rest_on_gpu=is_rest_on_gpu, streamed_share=share, depth=depth)
             most = self._most_sharded(base)
             for sharded in dict.fromkeys(most * quarter // 4 for quarter in range(5)):
@@ -622,7 +622,7 @@ class _LayoutSearch(Space):
         """Choices that fill the GPU."""
         bases = [Choice(), Choice(resident=self._most_resident(Choice()))]
         if self.can_shard:
-            for rest in (False, True) if self.is_shared else (False,):
+            for rest in self.rests:
                 base = Choice(is_rest_on_gpu=rest)
                 bases.append(replace(base, sharded=self._most_sharded(base)))
         for base in bases:

@@ -133,6 +133,8 @@ class Space:
         self.could_compute_less = candidate.with_fates is not None and is_recomputed
         """Fates of activations are to be chosen, and these are not the fastest."""
         self.is_shared = not self.placer.scheme.is_shard_whole
+        self.rests = (False, True) if self.is_shared else (False,)
+        """Choices of `Choice.is_rest_on_gpu`."""
         # Replicas that several ranks keep are gathered at the step. Hosts wait there for the update, if that is not
         # over, and the device runs dry meanwhile (seen: 1.29 instead of 1.15 s a step on two H200s, for one chunk).
         # Shards wait until there is a need.

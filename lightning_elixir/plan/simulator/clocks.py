@@ -82,7 +82,7 @@ class Clocks:
         self.record.span("compute", start_s, self.now_s, label)
 
     def interrupt(self, seconds: float, label: str) -> None:
-        """Something beside forward and backward has the device's memory to itself."""
+        """Something that is no part of forward and backward, a cast, has the device's memory to itself."""
         self.busy.slowed_s += seconds
         self.compute(seconds, label)
 
