@@ -173,10 +173,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """
         return self._updates.to_come(most_bytes)
 
-    def load_kernels(self) -> None:
+    def load_kernels(self, *, has_norm: bool = False) -> None:
         """Have threads load the compiled code that the first step will run, and return at once. Not while processes may
-        be forked, such as those of a data loader."""
-        self._updates.load_kernels()
+        be forked, such as those of a data loader.
+
+        Args:
+            has_norm: Steps take the norm of their gradients, or look whether these are finite.
+        """
+        self._updates.load_kernels(has_norm=has_norm)
 
     def reserve(self, *, leaves_spares: bool = False) -> None:
         """Take the memory that steps keep now, rather than in the first step: of Adam's states wherever they are in

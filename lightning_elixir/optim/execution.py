@@ -33,7 +33,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -46,6 +46,7 @@ from lightning_elixir.core.staging import Uploads
 from lightning_elixir.core.worker import Task, Work, Worker
 from lightning_elixir.kernels import cpu
 from lightning_elixir.optim.adam import load_adam
+from lightning_elixir.optim.scaling import load_square_sums
 from lightning_elixir.optim.streaming import StateStream
 from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk
 from lightning_elixir.storage.nvme import Visit, when_all_over
@@ -158,11 +159,11 @@ class ChunkUpdate:
     is back."""
 
 
-def _load_adam(device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+def _load(load: Callable[[], None]) -> None:
     try:
-        load_adam(device, dtypes)
+        load()
     except Exception:  # the first step tries again
-        log.debug("could not load the kernels of Adam ahead", exc_info=True)
+        log.debug("could not load kernels ahead", exc_info=True)
 
 
 class UpdateRunner:
@@ -188,15 +189,20 @@ class UpdateRunner:
         """Device memory held now, by the engine's kinds."""
         return self._stream.held_bytes()
 
-    def load_kernels(self, dtypes: Sequence[torch.dtype]) -> None:
+    def load_kernels(self, dtypes: Sequence[torch.dtype], *, has_norm: bool) -> None:
         """Have threads compile or load what updates run: seconds, in a process's first step otherwise.
 
         Args:
             dtypes: Of a parameter, its gradient, both moments and, where there is one, the copy in the compute dtype.
+            has_norm: The norm of such gradients is taken as well.
         """
         self._host.submit(cpu.prepare)
-        if self._device.torch_device.type == "cuda":
-            self._streamer.submit(partial(_load_adam, self._device.torch_device, dtypes))
+        device = self._device.torch_device
+        if device.type != "cuda":
+            return
+        self._streamer.submit(partial(_load, partial(load_adam, device, dtypes)))
+        if has_norm:
+            self._streamer.submit(partial(_load, partial(load_square_sums, device, dtypes[1])))
 
     def reserve_stream(self) -> None:
         """Take the device memory that streamed updates need; it stays until `release_stream`.

@@ -189,6 +189,13 @@ def square_sums(shard: Tensor, segments: Sequence[Segment], scale: float = 1.0, 
         return _combine(sums, [(offset // ALIGN_NUMEL - first, _num_blocks(numel)) for offset, numel in segments])
 
 
+def load_square_sums(device: torch.device, dtype: torch.dtype) -> None:
+    """Take the sums of a few zeros of such gradients on a CUDA device, so that the code for it is compiled and
+    loaded."""
+    numel = 2 * ALIGN_NUMEL  # two levels of sums
+    square_sums(torch.zeros(numel, dtype=dtype, device=device), [(0, numel)])
+
+
 def absolute_max(shard: Tensor, segments: Sequence[Segment], scale: float = 1.0, clamp: float | None = None) -> Tensor:
     """Largest magnitude of each segment (0 of an empty one, nan where there is one); otherwise as `square_sums`."""
     _check_segments(shard, segments)

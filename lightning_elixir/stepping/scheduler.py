@@ -149,9 +149,9 @@ class UpdateScheduler:
         if self._torch_steps is None:  # others make theirs in their first step
             run_together(engine.comm, lambda: self._reserve_on_device(chunks), _RESERVE)
 
-    def load_kernels(self) -> None:
-        """Have threads load the code that updates will run. Not while other processes may be forked: these would wait
-        for ever for what a thread is importing."""
+    def load_kernels(self, *, has_norm: bool) -> None:
+        """Have threads load the code that updates will run, with `has_norm` that of the norm of gradients as well. Not
+        while other processes may be forked: these would wait for ever for what a thread is importing."""
         if self._torch_steps is not None:
             return
         in_memory = [c for c in self._chunks if c.spec.optim_tier is not Tier.NVME]
@@ -161,7 +161,7 @@ class UpdateScheduler:
             moments = [moment.dtype for moment in self.states.inner[chunk.id].moments]
             own = chunk.dtype if master is None else master.dtype
             new_values = [] if master is None or is_cast else [chunk.dtype]
-            self._runner.load_kernels([own, chunk.dtype, *moments, *new_values])
+            self._runner.load_kernels([own, chunk.dtype, *moments, *new_values], has_norm=has_norm)
 
     def _reserve_on_device(self, chunks: Sequence[Chunk]) -> None:
         try:

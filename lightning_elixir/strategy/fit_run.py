@@ -162,7 +162,7 @@ class FitRun:
         """A batch begins. Collective until the warm-up is over."""
         if self.warm_up.stage is Stage.NEW:
             for optimizer in self._optimizers:  # beside the dry run; the loader has its processes by now
-                optimizer.load_kernels()
+                optimizer.load_kernels(has_norm=self._regime().needs_global_norm)
         self._step.before_batch()
         self.warm_up.before_batch(partial(self._dry_run, batch, batch_idx))
         self._reservation.take()

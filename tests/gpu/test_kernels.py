@@ -264,6 +264,21 @@ def test_square_sums_of_nothing_and_in_any_order(segments: tuple[tuple[int, int]
     check_sums(torch.randn(2000), segments)
 
 
+@pytest.mark.skipif(IS_INTERPRETED, reason="an interpreter compiles nothing")
+@pytest.mark.parametrize("dtype", [fp32, bf16, fp16])
+def test_nothing_is_compiled_for_sums_after_they_have_been_loaded(dtype: torch.dtype) -> None:
+    scaling.load_square_sums(DEVICE, dtype)
+    compiled = gpu._kernels().code.sum_kernel.device_caches[0][0]
+    known = len(compiled)
+    segments = [(start * 1000 * ALIGN_NUMEL, 999 * ALIGN_NUMEL + start) for start in range(16)]
+    values = torch.ones(16_000 * ALIGN_NUMEL, dtype=dtype, device=DEVICE)
+    for scale in (1.0, 1 / 3, 2.0**-16):
+        scaling.square_sums(values, segments, scale)
+    scaling.square_sums(values, segments[:1])
+    assert known >= 2
+    assert len(compiled) == known
+
+
 def test_square_sums_of_many_segments() -> None:
     check_sums(*pack([(i * 37) % 1500 for i in range(20 if IS_INTERPRETED else 300)], bf16))
 

@@ -487,6 +487,25 @@ def test_whether_gradients_add_up_is_told_to_the_planner(monkeypatch: pytest.Mon
         assert set(told) == {expected}
 
 
+@pytest.mark.parametrize(
+    ("options", "has_norm"),
+    [
+        ({}, False),
+        ({"gradient_clip_val": 1.0}, True),
+        ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, False),
+    ],
+    ids=["none", "norm", "value"],
+)
+def test_code_for_norms_is_loaded_ahead_where_steps_take_one(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], has_norm: bool
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(UpdateScheduler, "load_kernels", lambda self, *, has_norm: asked.append(has_norm))
+    strategy = ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK)
+    fit(strategy, train=lambda: make_data(4), precision="bf16-mixed", **options)
+    assert asked == [has_norm]
+
+
 def test_the_plan_is_told_in_the_log(caplog: Any) -> None:
     with caplog.at_level(logging.INFO, "lightning_elixir"):
         fit(ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK))

@@ -39,15 +39,23 @@ def plan_with_fallbacks(problem: Problem, make: Make, *, is_choosing: bool) -> P
         CapacityError: Nothing fits.
     """
     waiting = problem.with_updates(problem.regime.waiting())
+    if is_choosing and problem.regime.can_speculate and not problem.budget.nvme_bytes:
+        # The search for this looks at fewer and fewer spare states down to none, so the other need not be made as well.
+        ahead = _ahead(problem, make)
+        return ahead if ahead is not None and ahead.has_spare_states else _frugal(waiting, make)
     plan = _frugal(waiting, make) if is_choosing else _reusing_if_short(waiting, make, is_choosing=False)
-    if not _could_speculate(plan, problem):
-        return plan
-    with suppress(CapacityError):  # of a search in memory alone that does not come upon the placement of the other plan
-        # No states go to NVMe to make room for spare ones.
-        ahead = make(problem.in_memory().with_updates(problem.regime.speculating()))
-        if ahead.has_spare_states and _is_worth_spares(ahead, plan, is_choosing=is_choosing):
+    if _could_speculate(plan, problem):
+        ahead = _ahead(problem, make)
+        if ahead is not None and ahead.has_spare_states and _is_worth_spares(ahead, plan, is_choosing=is_choosing):
             return ahead
     return plan
+
+
+def _ahead(problem: Problem, make: Make) -> Plan | None:
+    """A plan with spare states; no states go to NVMe to make room for these. None: nothing fits in memory alone."""
+    with suppress(CapacityError):
+        return make(problem.in_memory().with_updates(problem.regime.speculating()))
+    return None
 
 
 def _is_worth_spares(ahead: Plan, plan: Plan, *, is_choosing: bool) -> bool:

@@ -9,11 +9,11 @@ the same time. The rCache takes what memory is left. To the predicted time comes
 would serve best. Everything is deterministic.
 
 Where updates need the norm of all gradients, plans with spare states for as many chunks as the host has memory for are
-searched as well; in the fastest of these, other chunks and fewer are tried (`spares.py`), and other placements beside
-them. They win if the step is faster (`fallbacks.py`). With several ranks, parameters that every rank keeps on the
-device while their states are on the host wait in the step, so the search keeps shards on the device where updates
-overlap (`Space.kept`). Nothing is random or timed, so equal inputs give equal plans, on rank 0, which shares them; a
-test compares them with every placement of small models.
+searched first; in the fastest of these, other chunks and fewer are tried, down to none (`spares.py`), and other
+placements beside them. Plans without follow where these bring nothing (`fallbacks.py`). With several ranks, parameters
+that every rank keeps on the device while their states are on the host wait in the step, so the search keeps shards on
+the device where updates overlap (`Space.kept`). Nothing is random or timed, so equal inputs give equal plans, on
+rank 0, which shares them; a test compares them with every placement of small models.
 """
 
 from __future__ import annotations
@@ -434,7 +434,7 @@ class _LayoutSearch(Space):
         """The same placement, with spare states for other chunks and for more or fewer: some numbers of them first,
         then those near the best. Of those that are not as fast as the fastest, no more is known than that."""
         able = sum(map(self.placer.scheme.can_have_spares, outcome.chunks))
-        counts = sorted({math.ceil(able * i / _MOST_SPARE_COUNTS) for i in range(1, _MOST_SPARE_COUNTS + 1)})
+        counts = sorted({math.ceil(able * i / _MOST_SPARE_COUNTS) for i in range(_MOST_SPARE_COUNTS + 1)})
         far_apart = counts[::-_SPARE_COUNTS_APART]
         found = self._with_spares([outcome], product(SPARE_PATTERNS, reversed(far_apart)))
         best = _of_fewest_bytes(found)

@@ -242,6 +242,40 @@ def test_it_decides_which_chunks_by_simulation() -> None:
     assert totals[0] == pytest.approx(20.5, rel=2e-3)
 
 
+def test_where_they_bring_nothing_there_are_none() -> None:
+    chunks, profile, hardware = example()
+    fast = replace(hardware, cpu_adam_numel_per_s=1000 * hardware.cpu_adam_numel_per_s)
+    layout = layout_of([spec(f"p{i}", NUMEL, dtype="bfloat16") for i in range(10)], NUMEL)
+    budget = Budget(4 * layout.block_bytes, memory_use(chunks, 0, SCHEME).host_bytes + 10 * EACH)
+    problem = Problem(PlacementRequest(accesses=()), budget, 1, CLIPPED, fast)
+    plan = search([Candidate(layout, profile)], problem)
+    assert spared(plan.chunks) == []
+    assert plan.update_timing is BEHIND
+
+
+@pytest.mark.parametrize(
+    ("budget", "ways"),
+    [
+        (Budget(6 * KIB), [INSIDE]),
+        (Budget(6 * KIB, (8 * 16 + 14) * KIB), [INSIDE]),
+        (Budget(6 * KIB, 8 * 16 * KIB), [INSIDE, BEHIND]),
+        (Budget(6 * KIB, nvme_bytes=10**9), [BEHIND, INSIDE]),
+    ],
+    ids=["room", "little_room", "no_room", "disk"],
+)
+def test_plans_without_are_searched_where_those_with_bring_nothing(budget: Budget, ways: list[UpdateTiming]) -> None:
+    candidate, problem = problem_of(budget)
+    tried: list[UpdateTiming] = []
+
+    def make(way: Problem) -> Plan:
+        tried.append(way.updates.timing)
+        return place(candidate.layout, way)
+
+    plan = plan_with_fallbacks(problem, make, is_choosing=True)
+    assert tried == ways
+    assert plan.update_timing is (INSIDE if ways == [INSIDE] else BEHIND)
+
+
 @pytest.mark.full
 def test_the_placement_is_the_best_beside_the_spare_states_that_are_useful() -> None:
     """Seven billion parameters whose updates may be streamed: with spare states for all, others would be streamed."""
