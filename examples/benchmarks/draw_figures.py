@@ -32,6 +32,7 @@ SYSTEMS = {
     "torchao": "torchao, CPU offload",
 }
 DEFAULTS = (  # the latest first
+    "defaults_edges_shorter_search_h200_2026-11-29.json",
     "defaults_edges_cast_h200_2026-11-29.json",
     "defaults_edges_h200_2026-11-29.json",
     "defaults_edges_again_h200_2026-11-28.json",
