@@ -141,6 +141,7 @@ class ElixirWeightAveraging(Callback):
             )
         if stage == "fit":
             trainer.strategy.check_averaging()
+            self._num_updates = 0  # they begin anew with each fit, as Lightning's; from a checkpoint they go on
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -94,6 +94,7 @@ class ElixirPrecision(Precision):
         self.autocast = autocast
         self.device_type = "cpu"  # the strategy tells
         self._optimizer: ElixirOptimizer | None = None
+        self._scaling: dict[str, float | int] | None = None  # of the latest fit's loss scale
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_optimizer": None}  # of the run under way, which copies are not part of
@@ -133,8 +134,13 @@ class ElixirPrecision(Precision):
         self.device_type = device_type
 
     def attach_optimizer(self, optimizer: ElixirOptimizer | None) -> None:
-        """The optimizer whose loss scale this plugin saves and restores."""
+        """The optimizer whose loss scale this plugin saves and restores. It goes on with the scale of the one before,
+        as the scaler of Lightning's plugin does from one fit of a Trainer to the next."""
+        if self._optimizer is not None and self._optimizer.scaler.enabled:
+            self._scaling = self._optimizer.scaler.state_dict()
         self._optimizer = optimizer
+        if optimizer is not None and self._scaling is not None:
+            optimizer.scaler.load_state_dict(self._scaling)
 
     # Contexts and casts
 

@@ -19,7 +19,7 @@ from lightning_elixir.patterns import Column, Row
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import crossed, full, telling
-from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, assert_same_state, fit, make_data
+from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, assert_same_state, collect, fit, make_data
 from tests.strategy.nets import BatchNormNet, FrozenNet, ManualNet, TiedNet
 from tests.strategy.sharded import Batches
 
@@ -220,6 +220,17 @@ def test_checkpoints(tmp_path: Path) -> None:
     ):
         _, _, got = _run(strategy, BatchNormNet, callback, ckpt_path=path_of[begun], **accumulated)
         assert [n for n, v in expected.state.items() if not torch.equal(got.state[n], v)] == []
+
+
+@pytest.mark.parametrize("kind", telling(["ema", "swa"], "ema"))
+def test_a_second_fit_begins_averages_anew(kind: str) -> None:
+    ends = []
+    for strategy, callback in zip(("auto", ElixirStrategy(**TIGHT)), CALLBACKS[kind], strict=True):
+        trainer, model, _ = _run(strategy, BatchNormNet, callback())
+        trainer.fit_loop.max_epochs = 4
+        trainer.fit(model, make_data(), make_data(8, seed=2))
+        ends.append(collect(trainer, model))
+    _assert_same(ends[1], ends[0])
 
 
 def test_a_checkpoint_of_after_training_is_gone_on_from(tmp_path: Path) -> None:

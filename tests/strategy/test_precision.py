@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
-from lightning_elixir import ElixirPrecision
+from lightning_elixir import ElixirPrecision, wrapper
 from lightning_elixir._lightning import pl
 from lightning_elixir.errors import PlanError
 from lightning_elixir.strategy import ElixirStrategy
@@ -345,6 +345,41 @@ def test_checkpoints_have_all_bits_of_what_was_trained_whatever_the_model_was_ma
     assert all(value.dtype is torch.float32 for value in whole.values())
     assert any(not torch.equal(value, value.bfloat16().float()) for value in whole.values())
     assert [name for name, value in whole.items() if not torch.equal(resumed[name], value)] == []
+
+
+class ScaledNet(Net):
+    """Computes the same as plain autocast, bit by bit; keeps the loss scales."""
+
+    def _make(self) -> None:
+        torch.manual_seed(7)
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
+        self.scales: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        plugin: Any = self.trainer.precision_plugin
+        mine = plugin._optimizer.scaler.scale if isinstance(plugin, ElixirPrecision) else plugin.scaler.get_scale()
+        self.scales.append(mine)
+
+
+def test_a_second_fit_goes_on_with_the_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: fp16 is let through to the CPU."""
+    check, meta = wrapper._check, torch.device("meta")
+    monkeypatch.setattr(wrapper, "_check", lambda plan, dtype, given, size, _: check(plan, dtype, given, size, meta))
+    monkeypatch.setattr(ElixirPrecision, "check_device", lambda self, device: setattr(self, "device_type", device))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=7)
+    scaling = {"initial_scale": 2.0**20, "growth_interval": 7}
+    ends = []
+    for strategy, plugin in (
+        ("auto", pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)),
+        (ElixirStrategy(**CHUNK, placement_policy="cpu", **scaling), ElixirPrecision("16-mixed")),
+    ):
+        trainer, model, _ = fit(strategy, lambda: ScaledNet(optimizer="sgd"), plugins=[plugin])
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(model, few_batches())
+        ends.append((model.scales, models.collect(trainer, model)))  # type: ignore[attr-defined]
+    assert ends[1][0] == ends[0][0]
+    assert ends[0][0][0] < 2.0**20  # the first steps are skipped
+    assert_same_run(ends[1][1], ends[0][1])
 
 
 class ParameterlessPrecision(pl.plugins.Precision):
