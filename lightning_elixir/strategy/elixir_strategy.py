@@ -629,6 +629,13 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if isinstance(inner, ElixirOptimizer) and inner.module is not self._engine:
+            raise StateError(
+                "the optimizer states of this Trainer's fit are gone: since then another Trainer, whose strategy has"
+                " other options, or a model in which other parameters train, has built the model anew. Save a"
+                " checkpoint before that, or with the other Trainer; save_checkpoint(..., weights_only=True) has the"
+                " weights as they are now"
+            )
         if self._is_sharded and isinstance(inner, ElixirOptimizer):
             return self._sharded.optimizer_state(self._engine, inner)
         return inner.state_dict()

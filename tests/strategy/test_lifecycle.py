@@ -146,6 +146,24 @@ def test_after_an_exception_the_model_can_be_saved_and_trained_on(moment: str) -
         assert all(torch.equal(actual_state[k], v) for k, v in expected_state.items())
 
 
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_save_once_another_trainer_has_built_the_model_anew(kind: Any, tmp_path: Path) -> None:
+    """Plain Lightning saves then; here the states went with the first engine, and the error says so."""
+    trainer, model, _ = fit(ElixirStrategy(**TIGHT, state_dict_type=kind))
+    make_trainer(ElixirStrategy(**CHUNK, placement_policy="cuda")).validate(model, few_batches(), verbose=False)
+    with pytest.raises(StateError, match="the optimizer states of this Trainer's fit are gone: since then another"):
+        trainer.save_checkpoint(tmp_path / "one")
+    trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
+    other = Net()
+    make_trainer(ElixirStrategy(**TIGHT)).validate(
+        other, few_batches(), ckpt_path=str(tmp_path / "weights"), verbose=False
+    )
+    assert_same_state(other.state_dict(), model.state_dict())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, few_batches())
+    trainer.save_checkpoint(tmp_path / "one")
+
+
 def _engine_and_flats(strategy: ElixirStrategy) -> list[weakref.ref[Any]]:
     engine = strategy._engine.engine
     tensors = [chunk.flat for chunk in engine.chunks]
