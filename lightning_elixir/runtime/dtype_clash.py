@@ -45,19 +45,30 @@ _NO_HALF_FORM = re.compile(
 _OTHER_CAUSE = re.compile(r"\b(Long|Int|Byte|Bool)\b|\bindices\b|(got|found).*\b(double|complex\w*)\b", re.IGNORECASE)
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _MOST_SHOWN = 4
+_BETWEEN_STEPS = (
+    "; or pass copies of them in float32 (`.float()`). For averages of weights: lightning_elixir.ElixirWeightAveraging,"
+    " or torch's AveragedModel with avg_fn= in the place of multi_avg_fn=, which takes both dtypes"
+)
 
 
 def explain_dtype_clash(
-    error: BaseException, chunks: Sequence[Chunk], module: nn.Module, ignored: Collection[str], *, has_master: bool
+    error: BaseException,
+    chunks: Sequence[Chunk],
+    module: nn.Module,
+    ignored: Collection[str],
+    *,
+    has_master: bool,
+    is_between_steps: bool = False,
 ) -> None:
     """Add to an error what precision has to do with it, where that is known; other errors stay as they are.
 
     Args:
         error: With its traceback.
-        chunks: Of the engine in whose forward it came up, which computes in 16 bits.
+        chunks: Of the engine in whose forward, or between whose steps, it came up, which computes in 16 bits.
         module: The engine's.
         ignored: Names of the parameters that the user has left out of the plan's chunks.
         has_master: Whether parameters of 16 bits have a master in fp32.
+        is_between_steps: Whether it came up outside of forward and backward.
     """
     if not isinstance(error, (RuntimeError, ValueError)) or isinstance(error, ElixirError):
         return
@@ -74,6 +85,8 @@ def explain_dtype_clash(
     except Exception:  # the user's own error is what counts
         log.debug("no more can be said about a clash of dtypes", exc_info=True)
         return
+    if words and is_between_steps and has_master:
+        words = f"{words}{_BETWEEN_STEPS}"
     if words:
         error.args = (f"{message.rstrip('.')}. {words}", *error.args[1:])
 

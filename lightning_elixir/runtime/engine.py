@@ -546,12 +546,23 @@ class Engine:
     def tell_of(self, error: BaseException) -> None:
         """Have the other ranks raise what ends this one, which they may wait for. What the caller may get over is not
         told: the others wait until then. An error that is about precision says so from here on."""
+        self.explain(error)
+        if isinstance(error, StorageError):
+            self.comm.leave(error)
+
+    def explain(self, error: BaseException, *, is_between_steps: bool = False) -> None:
+        """Have an error that is about precision say so.
+
+        Args:
+            error: With its traceback.
+            is_between_steps: Whether it was raised outside of forward and backward.
+        """
         if DTYPE_BYTES[self.plan.compute_dtype] == 2:
             ignored = {p.fqn for p in self.plan.ignored}
             has_master = self.precision.master is not None
-            explain_dtype_clash(error, self.chunks, self.module, ignored, has_master=has_master)
-        if isinstance(error, StorageError):
-            self.comm.leave(error)
+            explain_dtype_clash(
+                error, self.chunks, self.module, ignored, has_master=has_master, is_between_steps=is_between_steps
+            )
 
     @contextmanager
     def telling(self) -> Iterator[None]:

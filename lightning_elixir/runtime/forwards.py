@@ -271,6 +271,7 @@ class Forwards:
         engine.interception.forget_state_dict()
         with beside_dispatch_modes():  # a region may begin in a recomputation, before anything has told of a backward
             engine.writes.absorb()
+            engine.interception.frozen_copies.look()
             if self._has_own_statistics:
                 self._share_statistics()
         self._has_own_statistics = engine.comm.world_size > 1 and bool(self._statistics) and torch.is_grad_enabled()

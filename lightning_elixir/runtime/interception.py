@@ -25,6 +25,7 @@ from lightning_elixir.runtime import released
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.aliases import Aliases
 from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.frozen_copies import FrozenCopies
 from lightning_elixir.runtime.lost_writes import LostWrites
 from lightning_elixir.runtime.unreadable import GONE, metadata_only
 from lightning_elixir.runtime.whole import whole_value
@@ -106,6 +107,10 @@ class Interception:
         self._classes: list[list[tuple[nn.Parameter, type, type]]] = []  # per chunk: parameter, plain, intercepting
         self._parameters = [p for chunk in chunks for p in chunk.parameters]
         self._frozen = [chunk for chunk in chunks if not chunk.spec.requires_grad]
+        has_master, is_first = engine.precision.master is not None, engine.comm.rank == 0
+        self.frozen_copies = FrozenCopies(
+            chunks, engine.module, self._is_trained, has_master=has_master, tells=is_first
+        )
         excepted = _set_to_themselves(engine.module)
         self._counted = [p for p in self._parameters if id(p) not in excepted]
         for chunk in chunks:
@@ -119,6 +124,10 @@ class Interception:
             self.plain_chunks.add(chunk.id)
             chunk.watch_reads(self._bring)
         self.guard_all()
+
+    def _is_trained(self, chunk_id: int, index: int) -> bool:
+        """Whether an optimizer has a member of a chunk."""
+        return any(index in states.members.get(chunk_id, ()) for states in self._engine.steps.optimizers.states)
 
     # Classes
 
@@ -281,7 +290,12 @@ class Interception:
             if func == released.DATA_GETTER:
                 self.lost_writes.watch(self.name_of(args[0]), self._at(args[0])[0], result)
             return result
+        has_copies = not self.frozen_copies.chunk_ids.isdisjoint(ids)
+        if has_copies:
+            self.frozen_copies.touch(managed)
         result = self._call_between_steps(func, args, kwargs, managed, ids)
+        if has_copies:
+            self.frozen_copies.note(func, args, kwargs, result)
         self._check_stays(managed[0], result)
         if is_shell(result):
             return (

@@ -44,6 +44,13 @@ class _Data:
         return self.version._version > 0
 
 
+def version_counter_of(data: Tensor) -> Tensor:
+    """A tensor without bytes that has the version counter of a `p.data`: 0 for each that is given, and of its views."""
+    version = data.detach()
+    set_data([version], [torch.empty(0, dtype=data.dtype, device=data.device)])
+    return version
+
+
 class LostWrites:
     """What may be written past version counters, and what was.
 
@@ -66,9 +73,7 @@ class LostWrites:
         """A parameter of the chunk was asked for its `.data`."""
         if not isinstance(data, Tensor) or is_shell(data) or not self._can_lose(chunk):
             return
-        version = data.detach()  # it begins at 0 for each `.data`
-        set_data([version], [torch.empty(0, dtype=data.dtype, device=data.device)])
-        self._data.setdefault(chunk.id, []).append(_Data(name, version, weakref.ref(data)))
+        self._data.setdefault(chunk.id, []).append(_Data(name, version_counter_of(data), weakref.ref(data)))
 
     def leaves(self, chunk: Chunk) -> None:
         """The chunk's replica is about to go."""

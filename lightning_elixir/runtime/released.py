@@ -136,7 +136,7 @@ _GRAD_CODE: tuple[tuple[str, str, tuple[str, ...], GradAccess], ...] = (
     ("torch/optim/", ".py", ("step", "_init_group"), GradAccess.STEP),
     ("lightning_elixir/optim/", "hybrid_adam.py", ("step",), GradAccess.STEP),
 )
-_OUR_FILES = ("runtime/released.py", "runtime/interception.py")
+_OUR_FILES = ("runtime/released.py", "runtime/interception.py", "runtime/frozen_copies.py")
 
 
 def grad_access() -> GradAccess:

@@ -507,6 +507,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         handle = EngineHandle.of(self.lightning_module)
         if handle is not None:
+            handle.engine.engine.explain(exception, is_between_steps=True)  # those of steps have said it themselves
             handle.engine.engine.comm.leave(exception)
         # Ranks that wait for this one, or come to wait, hear of it: it may be the only one that fails.
         self._comm.leave(exception)

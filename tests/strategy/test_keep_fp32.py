@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from lightning_elixir import HybridAdam
 from lightning_elixir._lightning import pl
@@ -418,7 +419,9 @@ class Momentum(Plain):
 
 
 @pytest.mark.parametrize("options", [{"keep_fp32": ["teacher"]}, {"ignored": ["teacher"]}, {}], ids=str)
-def test_a_frozen_average_loses_nothing_where_it_is_kept_or_ignored(options: dict[str, Any]) -> None:
+def test_a_frozen_average_loses_nothing_where_it_is_kept_or_ignored(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     _, _, expected = fit("auto", Momentum, precision="bf16-mixed")
     _, _, run = fit(
         ElixirStrategy(**(TIGHT | {"gpu_memory_limit": "160KiB"}), **options), Momentum, precision="bf16-mixed"
@@ -427,6 +430,42 @@ def test_a_frozen_average_loses_nothing_where_it_is_kept_or_ignored(options: dic
     before, plain = Momentum().state_dict()[name], expected.state[name]
     far = (run.state[name] - plain).norm() / (plain - before).norm()
     assert far < 0.1 if options else far > 0.5  # rounded to 16 bits, as docs/precision.md says
+    told = [m for m in caplog.messages if "written to again and again" in m]
+    assert len(told) == (0 if options else 1)
+    assert options or "keep_fp32=['teacher'], or ignored= the same" in told[0]
+
+
+class Averaged(Plain):
+    """torch's average of the weights, made when they are in 16 bits."""
+
+    takes_both_dtypes = True
+
+    def on_fit_start(self) -> None:
+        how: dict[str, Any] = {"avg_fn": get_ema_avg_fn(0.9)}
+        if not self.takes_both_dtypes:
+            how = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}
+        self.average = [AveragedModel(self.layers, **how)]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average[0].update_parameters(self.layers)
+
+
+class AveragedTogether(Averaged):
+    takes_both_dtypes = False
+
+
+def test_an_average_of_torchs_that_takes_one_dtype_says_what_takes_both() -> None:
+    strategy = ElixirStrategy(**TIGHT)
+    with pytest.raises(RuntimeError) as caught:
+        fit(strategy, AveragedTogether, precision="bf16-mixed")
+    text = str(caught.value)
+    assert text.startswith("expected dtype float")
+    assert "are in bfloat16 here" in text
+    assert "ElixirWeightAveraging, or torch's AveragedModel with avg_fn= in the place of multi_avg_fn=" in text
+    _, model, _ = fit(ElixirStrategy(**TIGHT), Averaged, precision="bf16-mixed")
+    _, plain, _ = fit("auto", Averaged, precision="bf16-mixed")
+    for ours, theirs in zip(model.average[0].parameters(), plain.average[0].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.full
