@@ -5,20 +5,24 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.optim.scaling import LossScaling
 from lightning_elixir.patterns import Column, Expert, Row
 from lightning_elixir.plan.hardware import HardwareSpec, save_hardware
 from lightning_elixir.plan.packing import ChunkSizes
 from lightning_elixir.plan.problem import PlacementRequest
 from lightning_elixir.plan.units import parse_bytes
 from lightning_elixir.storage.nvme import BACKENDS
+from lightning_elixir.storage.nvme.state_file import DiskOptions
 from lightning_elixir.strategy.config import ElixirConfig, NvmeBackendName
 
 
@@ -93,6 +97,11 @@ def test_fraction_outside_0_to_1_is_refused(name: str, value: Any) -> None:
         ElixirConfig(placement_policy="const", **{name: value})
 
 
+def test_a_fraction_of_another_type_is_told_as_such() -> None:
+    with pytest.raises(PlanError, match=r"must be between 0 and 1, as an int or a float, got np.float32\(0.5\)"):
+        ElixirConfig(placement_policy="const", shard_param_frac=np.float32(0.5))  # type: ignore[arg-type]
+
+
 def test_margin_ratio_is_a_fraction() -> None:
     assert ElixirConfig(gpu_margin_mem_ratio=0.5).gpu_margin_mem_ratio == 0.5
     with pytest.raises(PlanError, match="gpu_margin_mem_ratio"):
@@ -125,8 +134,32 @@ def test_chunks_of_no_size_are_refused() -> None:
     for nothing in (0, "0.5"):
         with pytest.raises(PlanError, match=r"cpu_memory_limit must be at least 1 byte, got '?0(\.5)?'?: give bytes"):
             ElixirConfig(cpu_memory_limit=nothing)
-    with pytest.raises(PlanError, match="chunk_search_n_grids"):
-        ElixirConfig(chunk_search_n_grids=0)
+
+
+@pytest.mark.parametrize("given", [0, 1.5, "128", None, True])
+def test_a_number_of_chunk_sizes_is_a_whole_one(given: Any) -> None:
+    with pytest.raises(PlanError, match="chunk_search_n_grids must be a number of chunk sizes, at least 1, got"):
+        ElixirConfig(chunk_search_n_grids=given)
+
+
+@pytest.mark.parametrize("given", ["2.0", None, True, [1]])
+@pytest.mark.parametrize("name", [option.name for option in fields(LossScaling)])
+def test_options_of_the_loss_scale_are_numbers(name: str, given: Any) -> None:
+    with pytest.raises(PlanError, match=f"{name} must be a number, got "):
+        ElixirConfig(**{name: given})
+
+
+def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/at/home")
+    config = ElixirConfig(nvme_offload_dir="~/states", plan="~/plan.json", hardware="~/h200.json", report_dir="~")
+    found = (config.nvme_offload_dir, config.plan, config.hardware, config.report_dir)
+    assert found == ("/at/home/states", "/at/home/plan.json", "/at/home/h200.json", "/at/home")
+    assert DiskOptions("~/states").chosen_folder() == Path("/at/home/states")
+
+
+def test_no_path_of_figures_is_refused() -> None:
+    with pytest.raises(PlanError, match="hardware must be a HardwareSpec or the path of one .* got ''"):
+        ElixirConfig(hardware="")
 
 
 @pytest.mark.parametrize("given", ["bfloat16", "torch.bfloat16", torch.bfloat16])

@@ -292,7 +292,7 @@ def _first_share(params: Sequence[Tensor], fraction: float) -> list[Tensor]:
 def _folder(directory: str | os.PathLike[str] | None) -> Path:
     if directory is None:
         return temporary_folder()
-    folder = Path(directory)
+    folder = Path(os.path.expanduser(directory))
     if is_in_memory(folder):
         logger.warning("nvme_offload_dir=%s is on a file system in memory: offloading there saves none", folder)
     return folder

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ Segment = tuple[int, int]
 
 def _require(is_good: bool, name: str, what: str, value: float) -> None:
     if not is_good:
-        raise PlanError(f"{name} must be {what}, got {value}")
+        raise PlanError(f"{name} must be {what}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,9 @@ class LossScaling:
     """Overflows since the last growth that it takes to back off; every overflow skips its step all the same."""
 
     def __post_init__(self) -> None:
+        for option in fields(LossScaling):
+            value = getattr(self, option.name)
+            _require(isinstance(value, Real) and not isinstance(value, bool), option.name, "a number", value)
         bounds = f"min_scale={self.min_scale}, max_scale={self.max_scale}"
         _require(self.growth_factor > 1.0, "growth_factor", "> 1", self.growth_factor)
         _require(0.0 < self.backoff_factor < 1.0, "backoff_factor", "in (0, 1)", self.backoff_factor)

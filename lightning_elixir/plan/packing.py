@@ -221,6 +221,8 @@ def search_chunk_numel(
     smallest = max(min_chunk_bytes // itemsize, largest, 1)
     search_range = 2 * smallest if search_range_bytes is None else search_range_bytes // itemsize
     largest_candidate = min(smallest + search_range, max(smallest, total // _FEWEST_CHUNKS))
+    # More would find no others, as capacities are whole multiples.
+    n_grids = min(n_grids, 2 + (largest_candidate - smallest) // (world_size * ALIGN_NUMEL))
     steps = max(1, n_grids - 1)
     candidates = {
         chunk_capacity(smallest + (largest_candidate - smallest) * i // steps, world_size) for i in range(n_grids)

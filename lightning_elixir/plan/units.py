@@ -45,8 +45,10 @@ def option_bytes(name: str, size: int | str | None) -> int | None:
 
 def check_fraction(name: str, value: object) -> None:
     """Raises `PlanError` unless an option's value is a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise PlanError(f"{name} must be between 0 and 1, got {value!r}")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 1:  # type: ignore[operator]
+        kind = "" if is_number else ", as an int or a float"
+        raise PlanError(f"{name} must be between 0 and 1{kind}, got {value!r}")
 
 
 def format_bytes(value: int, *, is_rounded_up: bool = False) -> str:

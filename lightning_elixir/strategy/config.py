@@ -107,6 +107,7 @@ class ElixirConfig(LossScaling):
                 check_fused_choice(self.use_fused_kernels)
             elif isinstance(option.default, bool) and not isinstance(getattr(self, option.name), bool):
                 raise PlanError(f"{option.name} must be True or False, got {getattr(self, option.name)!r}")
+        self._expand_paths()
         self._check_policy()
         for name in _FRACTIONS:
             check_fraction(name, getattr(self, name))
@@ -118,8 +119,9 @@ class ElixirConfig(LossScaling):
                     f"{name} must be at least 1 byte, got {getattr(self, name)!r}: give bytes, or a string with a unit"
                     " such as '64MiB'"
                 )
-        if self.chunk_search_n_grids < 1:
-            raise PlanError(f"chunk_search_n_grids must be at least 1, got {self.chunk_search_n_grids}")
+        grids: object = self.chunk_search_n_grids
+        if not isinstance(grids, int) or isinstance(grids, bool) or grids < 1:
+            raise PlanError(f"chunk_search_n_grids must be a number of chunk sizes, at least 1, got {grids!r}")
         _parse_reduce_dtype(self.reduce_dtype)
         if self.keep_fp32 is not None:
             entries_of("keep_fp32", self.keep_fp32)
@@ -130,6 +132,13 @@ class ElixirConfig(LossScaling):
         self._check_paths()
         self._check_nvme()
         self._check_checkpoints()
+
+    def _expand_paths(self) -> None:
+        """Have "~" mean what it means in a shell, also in a configuration file."""
+        for name in ("nvme_offload_dir", "plan", "hardware", "report_dir"):
+            path = getattr(self, name)
+            if isinstance(path, str) and path.startswith("~"):
+                object.__setattr__(self, name, os.path.expanduser(path))
 
     def _check_policy(self) -> None:
         if self.update_timing not in get_args(TimingName):
@@ -283,10 +292,10 @@ class ElixirConfig(LossScaling):
     def _check_paths(self) -> None:
         if not isinstance(self.plan, (Plan, str, os.PathLike, type(None))) or self.plan == "":
             raise PlanError(f"plan must be a Plan or the path of one that was saved, got {self.plan!r:.60}")
-        if not isinstance(self.hardware, (HardwareSpec, str, os.PathLike, type(None))):
+        if not isinstance(self.hardware, (HardwareSpec, str, os.PathLike, type(None))) or self.hardware == "":
             raise PlanError(
                 "hardware must be a HardwareSpec or the path of one that save_hardware wrote, got"
-                f" {type(self.hardware).__name__}"
+                f" {self.hardware!r:.60}"
             )
         if self.report_dir is not None and (not isinstance(self.report_dir, (str, os.PathLike)) or not self.report_dir):
             raise PlanError(f"report_dir must be the path of a folder, got {self.report_dir!r}")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -228,6 +229,15 @@ def test_search_always_ends_with_a_size_that_works(specs: list[ParamSpec], world
             assert numel % (world_size * ALIGN_NUMEL) == 0
             packed = pack(specs, numel, world_size)
             assert all(c.numel <= numel for c in packed)
+
+
+def test_more_sizes_than_there_are_take_no_longer() -> None:
+    specs = [spec("a", 1000), spec("b", 3000), spec("c", 700)]
+    sizes: dict[str, Any] = {"min_chunk_bytes": 4096, "search_range_bytes": 40_000}
+    expected = search_chunk_numel(specs, 2, n_grids=10_000, **sizes)
+    start = time.perf_counter()
+    assert search_chunk_numel(specs, 2, n_grids=10**9, **sizes) == expected
+    assert time.perf_counter() - start < 10
 
 
 @pytest.mark.full

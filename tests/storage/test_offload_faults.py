@@ -95,6 +95,29 @@ def test_a_disk_that_fills_up_while_space_is_taken(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_limit_of_the_process_is_told_from_a_folder_that_cannot_be_written(
+    tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", raising(errno.EFBIG))
+    with pytest.raises(StorageError, match=r"File too large; the limit of this process \(ulimit -f\)"):
+        open_offload_file(tmp_path, [64], backend=backend)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_without_words_is_named(open_file: Open, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend != "direct":
+        pytest.skip("tensornvme does not ask the system through Python")
+    file = open_file(NUMEL * 4)
+
+    def fail(*_: object) -> int:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", fail)
+        with pytest.raises(StorageError, match="did not take place: MemoryError"):
+            file.write(0, noise(NUMEL)).wait()
+
+
 def test_a_disk_that_cannot_reserve(open_file: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", raising(errno.EOPNOTSUPP))
     file = open_file(NUMEL * 4)
@@ -112,7 +135,14 @@ def raising(number: int) -> Callable[..., int]:
     return fail
 
 
-@pytest.mark.parametrize(("number", "text"), [(errno.EIO, "see the system's log"), (errno.ENOSPC, "free some space")])
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (errno.EIO, "see the system's log"),
+        (errno.ENOSPC, "free some space"),
+        (errno.EFBIG, r"the limit of this process \(ulimit -f\)"),
+    ],
+)
 @pytest.mark.parametrize("call", ["read", "write"])
 def test_an_error_of_the_system(
     open_file: Open, backend: str, call: str, number: int, text: str, monkeypatch: pytest.MonkeyPatch

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 _MAGIC = "lightning_elixir offload 1"
 _NAME = re.compile(r"elixir-offload-(?P<host>[0-9A-Za-z_.-]+)-(?P<pid>\d+)-rank\d+-[0-9a-f]{8}")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_TOO_LARGE = "the limit of this process (ulimit -f), or the file system, allows no file so large"
 NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 """What `fallocate` fails with where the file system has no such thing."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -282,13 +283,18 @@ def _host() -> str:
 
 
 def _unusable(folder: Path, error: OSError) -> StorageError:
-    text = f"{folder} cannot be used to offload to: {error.strerror or error}; choose a folder that can be written to"
+    hint = "choose a folder that can be written to"
+    if error.errno == errno.EFBIG:
+        hint = f"{_TOO_LARGE}: raise it, choose another folder, or offload less"
+    text = f"{folder} cannot be used to offload to: {error.strerror or error}; {hint}"
     return StorageError(text, path=folder)
 
 
 def failed(what: str, path: Path, offset: int, nbytes: int, error: OSError) -> StorageError:
     """What to raise when a read or a write has failed."""
     hint = "free some space there" if error.errno in _NO_SPACE else "see the system's log, or choose another disk"
+    if error.errno == errno.EFBIG:
+        hint = _TOO_LARGE
     text = f"{what} {nbytes} bytes at offset {offset} of {path} failed: {error.strerror or error}; {hint}"
     return StorageError(text, path=path, offset=offset, nbytes=nbytes)
 

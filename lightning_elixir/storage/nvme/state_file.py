@@ -29,6 +29,7 @@ A read for a checkpoint that fails loses nothing, and says so.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -79,8 +80,9 @@ class DiskOptions:
         """
         if self.folder is None:
             return temporary_folder()
-        check_folder(self.folder)
-        return Path(self.folder).absolute()
+        folder = Path(os.path.expanduser(self.folder))
+        check_folder(folder)
+        return folder.absolute()
 
     def existing_folder(self) -> Path:
         """The folder, made, and tried out.

@@ -159,7 +159,8 @@ class Request:
         first = errors[0]
         if isinstance(first, StorageError):
             return first
-        error = StorageError(f"{self._what} of {self._path} did not take place: {first}", path=self._path)
+        reason = str(first) or type(first).__name__  # a MemoryError has no words
+        error = StorageError(f"{self._what} of {self._path} did not take place: {reason}", path=self._path)
         error.__cause__ = first
         return error
 
