@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from lightning_elixir.plan.packing import round_up
-from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, ChunkSpec, Member, Plan
+from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, TRAINED_DTYPES, ChunkSpec, Member, Plan
 
 
 def kept_in(plan: Plan) -> frozenset[str]:
@@ -21,13 +21,14 @@ def with_kept(plan: Plan, kept: Collection[str], *, is_exact: bool) -> Plan:
 
     Args:
         plan: For any dtype; one for other dtypes than those of 16 bits is returned as it is.
-        kept: Their names; those of other parameters do no harm.
+        kept: Their names; those of other parameters, and of frozen ones that no precision casts, do no harm.
         is_exact: Whether what else the plan has in fp32 is to be in 16 bits.
     """
     if DTYPE_BYTES[plan.compute_dtype] != 2:
         return plan
     dtypes = dict.fromkeys(kept_in(plan), plan.compute_dtype) if is_exact else {}
-    return with_dtypes(plan, dtypes | dict.fromkeys(kept, "float32"))
+    cast = {m.fqn for c in plan.chunks if c.dtype in TRAINED_DTYPES for m in c.members}
+    return with_dtypes(plan, dtypes | dict.fromkeys(cast.intersection(kept), "float32"))
 
 
 def with_dtypes(plan: Plan, dtypes: Mapping[str, str]) -> Plan:

@@ -77,6 +77,20 @@ def test_nothing_changes_where_all_is_as_wanted() -> None:
     assert kept_in(full) == set()
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "uint8", "float8_e4m3fn", "int64"])
+def test_what_no_precision_casts_is_not_kept_as_fp32(dtype: str) -> None:
+    """Quantised weights and complex numbers, which a name such as "*" stands for as well."""
+    frozen = replace(spec("frozen", 600, dtype=dtype), requires_grad=False)
+    plan = plan_of([*half("a", "b"), frozen])
+    found = with_kept(plan, {"a", "b", "frozen"}, is_exact=False)
+    assert {name: of for of, names in layout(found) for name in names} == {
+        "a": "float32",
+        "b": "float32",
+        "frozen": dtype,
+    }
+    assert with_kept(found, {"frozen"}, is_exact=True) == with_kept(plan, (), is_exact=True)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_parameter_stays_once_on_its_tier(world_size: int) -> None:
     random = Random(5)
