@@ -40,6 +40,7 @@ from lightning_elixir.runtime.host_room import HostRoom
 from lightning_elixir.runtime.interception import Interception
 from lightning_elixir.runtime.iterations import Iterations
 from lightning_elixir.runtime.model_checks import check_same_on_all_ranks
+from lightning_elixir.runtime.nested_tensors import without_nested_tensors
 from lightning_elixir.runtime.pattern_wire import PatternWire
 from lightning_elixir.runtime.phases import Phase, Phases
 from lightning_elixir.runtime.reducer import Reducer
@@ -158,7 +159,10 @@ class Engine:
         """Take up a plan whose chunks and shards are in place."""
         self.active = active
         self.iterations.adopt(active, None if self.reduce_dtype is None else self.reduce_dtype.itemsize)
-        self._hooks.run_around(self.activations.adopt(active.plan))
+        around = self.activations.adopt(active.plan)
+        if active.is_watching:
+            around = without_nested_tensors(self.module, around)
+        self._hooks.run_around(around)
         self.forwards.watch(self._hooks)
 
     @property

@@ -11,7 +11,7 @@ import torch
 from lightning_elixir._lightning import pl
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.tiers import crossed, full
-from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, make_data, make_trainer
+from tests.strategy.models import CHUNK, TIGHT, WIDTH, LateNet, Net, make_data, make_trainer
 from tests.strategy.nets import BatchNormNet
 
 
@@ -100,3 +100,42 @@ def test_model_can_be_called_after_fit() -> None:
             return model(x)
 
     assert torch.equal(run(ElixirStrategy(**TIGHT)), run("auto"))
+
+
+class PaddedNet(Net):
+    """Torch's encoder, which makes nested tensors of what is padded, and then needs all of each layer at once."""
+
+    is_nested = True
+
+    def _make(self) -> None:
+        self.scale = torch.nn.Parameter(torch.ones(WIDTH))  # whose use brings what is in its chunk
+        layer = torch.nn.TransformerEncoderLayer(WIDTH, 2, 48, batch_first=True)
+        self.layers = torch.nn.TransformerEncoder(layer, 6, enable_nested_tensor=self.is_nested)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.tensor([3, 5])[:, None]
+        sequences = x.view(2, -1, WIDTH)[:, :5] * self.scale
+        return self.layers(sequences, src_key_padding_mask=torch.arange(sequences.shape[1]) >= lengths)
+
+    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return self(batch[0]).square().mean()
+
+
+class UnnestedNet(PaddedNet):
+    is_nested = False
+
+
+@pytest.mark.parametrize("chunk", ["24KiB", "64KiB", full("200KiB")])
+def test_padded_inputs_of_an_encoder_give_the_same_whatever_the_size_of_chunks(chunk: str) -> None:
+    """With the first layers in one chunk, and others cut by borders, the encoder made nested tensors, and a layer
+    raised."""
+
+    def run(strategy: Any, make_model: Callable[[], Net]) -> torch.Tensor:
+        pl.seed_everything(3, verbose=False)
+        model = make_model()
+        padded: Any = make_trainer(strategy).predict(model, make_data(16, batch_size=16))
+        assert model.layers.use_nested_tensor == isinstance(strategy, ElixirStrategy)
+        return torch.cat(padded)
+
+    actual = run(ElixirStrategy(placement_policy="cpu", chunk_size=chunk, gpu_memory_limit="1300KiB"), PaddedNet)
+    torch.testing.assert_close(actual, run("auto", UnnestedNet))
