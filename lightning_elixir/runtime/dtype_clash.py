@@ -35,11 +35,14 @@ from lightning_elixir.runtime.chunk import Chunk
 log = logging.getLogger(__name__)
 
 _ABOUT_DTYPES = re.compile(
-    r"d?types?\b|promoting|not implemented for|not supported|expected a tensor with", re.IGNORECASE
+    r"d?types?\b|promoting|not implemented for|not supported|expected a tensor with|expected both inputs", re.IGNORECASE
 )
-_HALF = re.compile(r"bfloat16|float16|\bhalf|mixed dtype", re.IGNORECASE)
+# Some name no dtype that they met.
+_HALF = re.compile(
+    r"bfloat16|float16|\bhalf|mixed dtype|self\.dtype to be equal to|must be either float or double", re.IGNORECASE
+)
 _NO_HALF_FORM = re.compile(
-    r"not implemented for|not supported|unsupported|expected a tensor with|float and double", re.I
+    r"not implemented for|not supported|unsupported|expected a tensor with|float (and|or) double", re.I
 )
 # Indices that are no integers, fp64 inputs: plain autocast would not run with them either.
 _OTHER_CAUSE = re.compile(r"\b(Long|Int|Byte|Bool)\b|\bindices\b|(got|found).*\b(double|complex\w*)\b", re.IGNORECASE)

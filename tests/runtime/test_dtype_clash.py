@@ -87,6 +87,10 @@ class Derived(nn.Module):
         full(lambda m, h: torch.linalg.inv(m.matrix), "['matrix']"),
         full(lambda m, h: torch.linalg.svdvals(m.matrix), "['matrix']"),
         (lambda m, h: torch.linalg.solve(m.matrix, h.float()[:8]), "['matrix']"),
+        (lambda m, h: torch.complex(m.matrix, m.matrix).abs(), "['matrix']"),
+        full(lambda m, h: torch.polar(torch.ones(8, 8), m.matrix).abs(), "['matrix']"),
+        full(lambda m, h: torch.quantile(m.matrix, 0.5), "['matrix']"),
+        (lambda m, h: torch.zeros(8, 8).scatter(0, torch.zeros(8, 8).long(), m.matrix), "['matrix']"),
     ],
 )
 @pytest.mark.parametrize("autocast", telling([False, True], "True"))
