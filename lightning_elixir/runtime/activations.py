@@ -90,7 +90,10 @@ class Activations:
         self._is_offloading = has_offloaded(plan.activations)
         self._unchunked = [p for p in self._engine.module.parameters() if self._engine.home_of(p) is None]
         self._limit_pool(plan)
-        return [(modules[b.name], partial(self._run, b.fate, Recomputed(modules[b.name]))) for b in plan.activations]
+        return [
+            (module := modules[b.name], partial(self._run, _possible(b.fate, module), Recomputed(module)))
+            for b in plan.activations
+        ]
 
     @property
     def has_host_limit(self) -> bool:
@@ -221,6 +224,15 @@ class Activations:
             and torch._C._get_tracing_state() is None
             and not torch.compiler.is_compiling()
         )
+
+
+def _possible(fate: Fate, module: nn.Module) -> Fate:
+    """What can become of what a block saves: `nn.RReLU` saves its noise before it has drawn it, so that copies would
+    hold anything."""
+    if fate is not Fate.OFFLOAD or not any(isinstance(part, nn.RReLU) for part in module.modules()):
+        return fate
+    log.warning("activations: what %s saves stays on the device: a copy of nn.RReLU's is wrong", type(module).__name__)
+    return Fate.KEEP
 
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -76,8 +76,9 @@ class Recomputed:
         self._names: list[frozenset[str]] = []  # of all that each has
         self._generators: list[Any] = []
         self._draws = False  # from Python's or NumPy's
-        # Torch ends a recomputation by an exception, which TorchScript would make another of.
-        self._stops_early = not any(map(is_scripted, module.modules()))
+        # Torch ends a recomputation by an exception, where the last tensor is saved: TorchScript would make another of
+        # it, and `nn.RReLU` has not filled what it saves.
+        self._stops_early = not any(is_scripted(part) or isinstance(part, nn.RReLU) for part in module.modules())
 
     def run(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, keeps_attention: bool

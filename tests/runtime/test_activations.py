@@ -132,6 +132,17 @@ def test_mixed_precision(fate: str, scheme: str, everything_is_large: None) -> N
     assert different_names(run, train_plain("gpt2", how)) == []
 
 
+@pytest.mark.parametrize("fate", ["recompute", "offload"])
+def test_noise_that_is_drawn_after_it_was_saved(fate: str) -> None:
+    """`nn.RReLU`, at the end of a block."""
+    seed_torch(0)
+    model = Stack(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU()))
+    pair = Pair(model, planned(model, fate))
+    for seed in range(3):
+        pair.step(seed)
+    pair.check()
+
+
 def test_different_fates_side_by_side(device: torch.device) -> None:
     seed_torch(0)
     model = Stack(depth=8)
