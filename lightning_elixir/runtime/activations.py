@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Collection
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,8 @@ class Activations:
         self._host: tuple[Budget, TrainingRegime] | None = None
         self._is_offloading = False
         self._has_told = False
+        self._withheld: dict[nn.Module, weakref.ref[Any]] = {}  # by block, the cache that it was last called without
+        self._has_told_of_caches = False
         self._unchunked: list[nn.Parameter] = []
         self._compiled: frozenset[nn.Module] = frozenset()
 
@@ -152,6 +155,7 @@ class Activations:
         """Leave the model as it was."""
         switch_on(self._switched_off)
         self._switched_off = []
+        self._withheld.clear()
         self.rest()
 
     def _follow(self, names: Collection[str]) -> None:
@@ -197,6 +201,7 @@ class Activations:
         without = _without_caches(module, args, kwargs)
         if without is None:
             return call(*args, **kwargs)
+        self._note_withheld(module, args, kwargs)
         args, kwargs = without
         run = partial(call, *args, **kwargs)
         if fate.is_recomputed:
@@ -206,6 +211,22 @@ class Activations:
         if fate.is_offloaded:
             run = partial(self.offloader.run, run)
         return run() if fate is Fate.KEEP else self._engine.forwards.run_block(run)
+
+    def _note_withheld(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Warn of a cache that comes to a block again, and would hold what the block has put there before."""
+        if self._has_told_of_caches:
+            return
+        for given in filter(_is_cache, (*args, *(kwargs.get(name) for name in _CACHES))):
+            before = self._withheld.get(module)
+            if before is not None and before() is given:
+                self._has_told_of_caches = True
+                log.warning(
+                    "activations: %s was given the same cache of keys and values twice in forwards with gradients,"
+                    " which do not fill it. Where a later forward is to see what an earlier one kept, the numbers are"
+                    " not those of plain PyTorch: leave these blocks out of `activations`",
+                    type(module).__name__,
+                )
+            self._withheld[module] = weakref.ref(given)
 
     def _is_left_to_the_user(self) -> bool:
         """Whether the user's own hooks or checkpoint around a block are all that a plan gives way to now."""

@@ -1141,6 +1141,19 @@ def test_caches_are_kept_out_of_blocks(by_name: bool, new_cache: Callable[[], _C
     assert [len(cache.keys) for cache in pair.plain.caches] == [1, 1, 1]
 
 
+def test_a_cache_that_a_later_forward_goes_on_from_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    seed_torch(0)
+    kept = _Cache()
+    model = _CachingStack(True)
+    pair = Pair(model, planned(model, "recompute"))
+    pair.step(0)
+    assert "twice" not in caplog.text
+    model.new_cache = lambda: kept
+    for _ in range(2):
+        pair.module(torch.randn(ROWS, 16))
+    assert caplog.text.count("_Caching was given the same cache of keys and values twice") == 1
+
+
 class _Stateful(Block):
     """Begins with the state of its last call, as transformers' RecurrentGemma does."""
 
