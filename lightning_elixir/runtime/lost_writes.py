@@ -6,7 +6,8 @@ counters, and raise; one through `p.data` does not: that has a counter of its ow
 sources: each `p.data` that an intercepted parameter gives leaves its version counter here; and a dry run has seen what
 the step writes to, also where nothing is intercepted (in the forward of a parameter's own module). Their chunks are
 compared with what holds their values when they go, and at the end of the forward: values that were put back, or have
-not changed, are none the worse for it.
+not changed, are none the worse for it. In backward there may be newer values to compare with, so every write counts,
+but for those of a recomputation that have changed nothing in its forward (Gemma 3n limits weights in each forward).
 """
 
 from __future__ import annotations
@@ -60,14 +61,16 @@ class LostWrites:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._suspects: set[int] = set()  # chunks by id
+        self._suspects: dict[int, set[str]] = {}  # parameters by chunk id
+        self._unchanged: set[str] = set()  # parameters to which a forward wrote the values that they had
         self._lost: dict[str, None] = {}  # parameters; `found` empties it
         self._data: dict[int, list[_Data]] = {}  # by chunk id
 
     def suspect(self, names: Collection[str]) -> None:
         """The step was seen to write to these parameters."""
         chunks = self._engine.chunks if names else ()
-        self._suspects = {c.id for c in chunks if any(member.fqn in names for member in c.spec.members)}
+        found = {c.id: {m.fqn for m in c.spec.members}.intersection(names) for c in chunks}
+        self._suspects = {chunk_id: suspected for chunk_id, suspected in found.items() if suspected}
 
     def watch(self, name: str, chunk: Chunk, data: object) -> None:
         """A parameter of the chunk was asked for its `.data`."""
@@ -93,7 +96,7 @@ class LostWrites:
             if is_after_forward and chunk.is_usable and self._may_be_written(chunk_id):
                 self._look(chunk)
             elif not is_after_forward:
-                self._lost.update(dict.fromkeys(one.name for one in self._data.get(chunk_id, ()) if one.is_written))
+                self._lost.update(dict.fromkeys(n for n in self._written(chunk_id) if n not in self._unchanged))
         kept = {i: [one for one in data if one.reference() is not None] for i, data in self._data.items()}
         self._data = {i: data for i, data in kept.items() if data}
         found = list(self._lost)
@@ -103,6 +106,7 @@ class LostWrites:
     def forget(self) -> None:
         """Nothing that was taken before matters any more."""
         self._data.clear()
+        self._unchanged.clear()
 
     def _can_lose(self, chunk: Chunk) -> bool:
         """Whether other memory than the replica holds the values."""
@@ -110,7 +114,11 @@ class LostWrites:
         return shard.param is not None or shard.is_param_on_disk or shard.has_master
 
     def _may_be_written(self, chunk_id: int) -> bool:
-        return chunk_id in self._suspects or any(one.is_written for one in self._data.get(chunk_id, ()))
+        return chunk_id in self._suspects or bool(self._written(chunk_id))
+
+    def _written(self, chunk_id: int) -> list[str]:
+        """Parameters that were written through a `p.data`."""
+        return [one.name for one in self._data.get(chunk_id, ()) if one.is_written]
 
     def _look(self, chunk: Chunk) -> None:
         engine = self._engine
@@ -124,9 +132,14 @@ class LostWrites:
                 held = None if master is None else master.to(chunk.dtype)
             if held is not None and held.numel() != mine.numel():  # the whole chunk, of which others' slices may be old
                 held = engine.groups.mine(chunk.spec, held)
-            if held is None or has_bits_of(mine, held):
+            if held is None:
                 return
-            for segment in engine.groups.segments(chunk.spec):  # without padding, which holds anything
-                at = slice(segment.shard_offset, segment.shard_offset + segment.numel)
-                if not has_bits_of(mine[at], held[at]):
-                    self._lost[chunk.spec.members[segment.member_index].fqn] = None
+            changed = set[str]()
+            if not has_bits_of(mine, held):
+                for segment in engine.groups.segments(chunk.spec):  # without padding, which holds anything
+                    at = slice(segment.shard_offset, segment.shard_offset + segment.numel)
+                    if not has_bits_of(mine[at], held[at]):
+                        changed.add(chunk.spec.members[segment.member_index].fqn)
+        self._unchanged.update(self._written(chunk.id), self._suspects.get(chunk.id, ()))
+        self._unchanged -= changed
+        self._lost.update(dict.fromkeys(changed))

@@ -187,6 +187,61 @@ def test_writes_through_data_inside_forward(write: Callable[[Tensor], Any], plac
     module.close()
 
 
+class Limited(nn.Module):
+    """Limits its layers' weights in each forward, as Gemma 3n does, or from some call on; each is recomputed."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.use_reentrant = use_reentrant
+        self.limit: float = 120.0
+        self.first = 0
+        self.num_calls = 0
+
+    def _layer(self, number: int, x: Tensor) -> Tensor:
+        layer = self.layers[number]
+        if self.num_calls >= self.first:
+            layer.weight.data.clamp_(-self.limit, self.limit)
+        self.num_calls += 1
+        return layer(x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(len(self.layers)):
+            x = checkpoints.checkpoint(partial(self._layer, number), x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recomputations_may_write_what_is_there(use_reentrant: bool, dtype: torch.dtype) -> None:
+    seed_torch(0)
+    plain = Limited(use_reentrant)
+    model = copy.deepcopy(plain)
+    plain.to(dtype)
+    plan = replace(make_plan(model, placement_policy="cpu", chunk_size=1024, compute_dtype=dtype), rcache_blocks=2)
+    module = ElixirModule(model, plan, dtype=dtype, device=CPU)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(3):
+        x = torch.randn(3, 16, dtype=dtype, requires_grad=True)
+        plain.zero_grad()
+        plain(x).square().mean().backward()
+        optimizer.backward(module(x).square().mean())
+        grads = module.full_grads()
+        assert [name for name, p in plain.named_parameters() if not torch.equal(grads[name], p.grad)] == []
+        optimizer.step()
+        optimizer.zero_grad()
+    assert module.stats().evictions > 0
+    model.first, model.num_calls, model.limit = len(model.layers), 0, 0.01  # in recomputations alone
+    loss = module(x).square().mean()
+    with pytest.raises(StateError, match=r"written inside forward and backward: layers\.\d\.weight"):
+        optimizer.backward(loss)
+    optimizer.zero_grad()
+    model.first = 0
+    with pytest.raises(StateError, match=r"written inside forward: layers\.\d\.weight"):
+        module(x)
+    module.close()
+
+
 def test_stepping_a_plain_optimizer_is_an_error() -> None:
     model, module, optimizer = wrapped(**TIGHT)
     optimizer.backward(ZOO["gpt2"].loss(module, 0))
