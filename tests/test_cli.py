@@ -163,6 +163,10 @@ def test_plan_prints_and_writes_what_it_finds(capsys: pytest.CaptureFixture[str]
     plan = load_plan("plan.json")
     assert plan.forecast is not None
     assert plan.forecast.gpu_limit_bytes == GIB
+    beside = plan.gpu_kinds["non_model_bytes"] - plan.forecast.margin_bytes  # as in `explain()` and in the report
+    assert plan.forecast.margin_bytes
+    assert re.search(rf"activations and other data\W+{re.escape(format_bytes(beside))}", output)
+    assert "left to the allocator and to larger batches" in output
     assert "transformer.h.1.mlp.c_fc.weight" in {m.fqn for c in plan.chunks for m in c.members}
     page = (tmp_path / "report.html").read_text()
     assert "gpt2 with n_layer=2" in page
@@ -579,7 +583,7 @@ def test_tokens_are_counted(module_file: Path) -> None:
         (["--model", "gpt2", "--gpu-memory", "much"], "--gpu-memory takes bytes, or a size such as"),
         (["--model", "gpt2", "--gpu-memory", "0"], "--gpu-memory must be more than 0"),
         (["--model", "gpt2", "--chunk-size", "much"], "--chunk-size takes bytes, or a size such as"),
-        (["--model", "gpt2", "--nvme-memory", "1GiB"], "--nvme-read-gb-s"),
+        (["--model", "gpt2", "--nvme-memory", "1GiB"], "bench-hardware --nvme-dir FOLDER"),
         (["--model", "vit"], "no language model"),
         (["--module", "Net"], "--module takes package.module:Name"),
         (["--module", "missing.py:Net"], "no file missing.py"),

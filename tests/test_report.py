@@ -298,6 +298,16 @@ def test_bars_of_memory_add_up() -> None:
     assert [r.number("width") / 280 for r in step.all("rect")] == pytest.approx([2.5, 0.5, 1.0], abs=0.01)
 
 
+def test_the_page_says_of_which_moment_the_bytes_on_the_device_are() -> None:
+    data = make_data()
+    assert data.plan.forecast is not None
+    known = replace(data.plan.forecast, gpu_kinds=tuple((kind, GIB) for kind in GPU_BYTE_KINDS))
+    page = render_report(replace(data, plan=replace(data.plan, forecast=known)))
+    assert "On the GPU at the highest moment of all together, elsewhere each kind at its own highest moment." in page
+    page = render_report(replace(data, plan=replace(data.plan, forecast=None)))
+    assert "Each kind at its own highest moment." in page
+
+
 def test_the_file_for_programs_has_the_kinds_of_the_highest_moment_as_the_page_has(tmp_path: Path) -> None:
     data = make_data()
     assert data.plan.forecast is not None

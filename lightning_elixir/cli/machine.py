@@ -51,7 +51,10 @@ def machine_of(options: argparse.Namespace, dtype: str) -> Machine:
         )
     nvme_bytes = size_of(options.nvme_memory, "--nvme-memory", may_be_zero=True) or 0
     if nvme_bytes and spec.nvme_adam_numel_per_s is None:
-        raise PlanError("how fast is the disk? Give --nvme-read-gb-s and --nvme-write-gb-s, or measured figures")
+        raise PlanError(
+            "how fast is the disk? Give --nvme-read-gb-s and --nvme-write-gb-s beside --nvme-memory, or --hardware with"
+            " figures of a disk, as `lightning-elixir bench-hardware --nvme-dir FOLDER --out FILE.json` writes them"
+        )
     spec = replace(spec, gpu_bytes=gpu_bytes, host_bytes=host_bytes, nvme_bytes=nvme_bytes or None)
     if options.hardware is None:
         remarks = ("speeds are round figures of no machine in particular: see --hardware", *remarks)

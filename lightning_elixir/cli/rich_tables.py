@@ -17,6 +17,7 @@ from lightning_elixir.plan.describe import (
     describe_spending,
     describe_updates,
 )
+from lightning_elixir.plan.explain import MARGIN_TEXT
 from lightning_elixir.plan.hardware import HardwareSpec, hardware_table
 from lightning_elixir.plan.types import Plan, Tier
 from lightning_elixir.plan.units import format_bytes
@@ -121,12 +122,16 @@ def _memory(found: Found) -> Table:
     plan, forecast = found.plan, found.plan.forecast
     table = _table("Bytes of each rank", "", "GPU", "host")
     host = {text.partition(" and their")[0]: key for key, text, _ in HOST_KINDS}
+    margin = forecast.margin_bytes if forecast else 0
     for key, text, _ in GPU_KINDS:
-        on_gpu, on_host = plan.gpu_kinds[key], host.get(text.partition(" and their")[0])
+        on_gpu = plan.gpu_kinds[key] - margin * (key == "non_model_bytes")
+        on_host = host.get(text.partition(" and their")[0])
         host_bytes = int(plan.notes.get(on_host, 0)) if on_host else 0
         if on_gpu or host_bytes:
             table.add_row(text, _bytes(on_gpu), _bytes(host_bytes))
         host.pop(text.partition(" and their")[0], None)
+    if margin:
+        table.add_row(MARGIN_TEXT, _bytes(margin), "-")
     for text, key in host.items():  # what only the host has
         if plan.notes.get(key):
             table.add_row(text, "-", _bytes(int(plan.notes[key])))

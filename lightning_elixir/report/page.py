@@ -308,7 +308,10 @@ def _figures(data: ReportData) -> list[Markup]:
     if times is not None:
         note = f"Predicted seconds of one step. {dating}".rstrip()
         sections.append(_section("Where the time goes", step_table(times), note=note))
-    sections.append(_section("Where the bytes are", memory_tables(data), note="Each kind at its own highest moment."))
+    is_known = data.plan.forecast is not None and bool(data.plan.forecast.gpu_kinds)
+    when = f"On the {data.device_word} at the highest moment of all together, elsewhere each" if is_known else "Each"
+    note = f"{when} kind at its own highest moment."
+    sections.append(_section("Where the bytes are", memory_tables(data), note=note))
     sections.append(_section("What else was looked at", alternatives_table(data.plan), note=_alternatives_note(data)))
     if data.hardware is not None:
         sections.append(_section("The machine", machine_table(data.hardware)))
