@@ -81,6 +81,8 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--gpu-memory-limit", help='plan as if each GPU had no more, such as "24GiB"')
     arguments = parser.parse_args()
+    if arguments.out.exists():  # said before training, not after it
+        parser.error(f"{arguments.out} exists already: give another folder as --out, or remove it first")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # slicing a tensor needs none
 
     pl.seed_everything(1, verbose=False)

@@ -46,6 +46,11 @@ def test_fine_tuning_changes_all_weights_and_leaves_a_folder_for_transformers(
     before = dict(transformers.AutoModelForCausalLM.from_pretrained("toy_gpt2").named_parameters())
     after = transformers.AutoModelForCausalLM.from_pretrained("finetuned")
     assert all(not torch.equal(p, before[name]) for name, p in after.named_parameters())
+    with pytest.raises(SystemExit):
+        _run("finetune_hugging_face.py", monkeypatch)
+    said = capsys.readouterr()
+    assert "finetuned exists already" in said.err
+    assert "loss" not in said.out  # nothing was trained
 
 
 def test_lora_leaves_an_adapter_that_changes_the_frozen_model(
