@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, MethodWrapperType
 from typing import Any
 from weakref import ref
 
@@ -26,14 +26,16 @@ def copy_of(function: Any, closure: tuple[CellType, ...] | None, scope: dict[str
 
 
 def parts_of(value: Any) -> list[Any]:
-    """What a function, a method, a partial one, a cell or a weak reference has at hand; nothing of any other value. Of
-    a function these are cells and defaults."""
+    """What a function, a method (also one of Python's own, such as `[].append`), a partial one, a cell or a weak
+    reference has at hand; nothing of any other value. Of a function these are cells and defaults."""
     if isinstance(value, FunctionType):
         return [*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     if isinstance(value, CellType):
         return held_by(value)
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
+    if isinstance(value, (BuiltinMethodType, MethodWrapperType)):
+        return [value.__self__]
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     return [value()] if isinstance(value, ref) else []

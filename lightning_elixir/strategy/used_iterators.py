@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from lightning_elixir.core.functions import parts_of
 from lightning_elixir.strategy.users_code import is_users_class, is_users_module
 
 _OF_ITERATORS = ("builtins", "itertools")
+_SHARED = (FunctionType, MethodType, BuiltinMethodType, partial)  # by a module and its copies, with what they hold
 _MOST_ITEMS = 1000  # of a container
 _MOST_WALKED = 20_000
 
@@ -30,7 +31,7 @@ def used_iterators(model: nn.Module) -> list[Any]:
         todo += (one for one in type(module).__mro__ if is_users_class(one))
         for value in vars(module).values():
             carried = value.values() if isinstance(value, dict) else (value,)
-            todo += (one for one in carried if isinstance(one, (FunctionType, MethodType, partial)))
+            todo += (one for one in carried if isinstance(one, _SHARED))
     return _found_from(todo, {id(module): module for module in model.modules()})
 
 
@@ -64,7 +65,7 @@ def _found_from(todo: list[Any], seen: dict[int, Any]) -> list[Any]:
 def _reached_from(value: Any) -> list[Any]:
     if isinstance(value, FunctionType):
         return [*parts_of(value), *_named_in(value)]
-    if isinstance(value, (CellType, MethodType, partial)):
+    if isinstance(value, (CellType, MethodType, BuiltinMethodType, MethodWrapperType, partial)):
         return parts_of(value)
     if isinstance(value, type):
         members = vars(value).values() if is_users_class(value) else ()

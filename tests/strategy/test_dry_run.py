@@ -954,6 +954,8 @@ class ChangingAll(Net):
 
         self.layers[0].register_forward_hook(hook)
         self.in_closure = lambda: in_closure[0]
+        noted: list[int] = []
+        self.note, self.num_noted, self.draw = noted.append, noted.__len__, random.Random(1).random
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         global num_global_steps
@@ -976,7 +978,8 @@ class ChangingAll(Net):
         counted = [num_global_steps, self.num_steps, len(global_losses["train"]), self.num_hooks, self.num_weak]
         counted += [batch.num_seen, len(self.long), self.in_closure(), scheduler.last_epoch]
         figures = [*global_counts.tolist(), *self.counts.tolist(), global_tensor.item(), global_generator.random()]
-        figures.append(drawn_once(1))
+        self.note(batch_idx)
+        figures += [drawn_once(1), self.draw(), self.num_noted()]
         self.seen.append((counted, figures, optimizer.param_groups[0]["lr"]))
         return loss
 
@@ -1169,17 +1172,24 @@ def test_gradients_of_what_is_outside_of_the_model_are_those_of_the_real_step(pr
 
 
 global_numbers = itertools.count()
+next_number = global_numbers.__next__
 
 
-def test_an_iterator_that_the_step_uses_up_is_not_run_twice(profiles: list[Any]) -> None:
+@pytest.mark.parametrize("has_method", [False, True])
+def test_an_iterator_that_the_step_uses_up_is_not_run_twice(profiles: list[Any], has_method: bool) -> None:
     class Numbered(Net):
         def loss(self, batch: Any) -> Tensor:
             return super().loss(batch) * (1 + next(global_numbers))
 
+    class NumberedByMethod(Net):
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) * (1 + next_number())
+
     def run(strategy: Any) -> Any:
-        global global_numbers
+        global global_numbers, next_number
         global_numbers = itertools.count()
-        return fit(strategy, Numbered)[2]
+        next_number = global_numbers.__next__
+        return fit(strategy, NumberedByMethod if has_method else Numbered)[2]
 
     expected, actual = run("auto"), run(ElixirStrategy(**LIMIT))
     assert "may use up an iterator (count)" in str(profiles[0])
