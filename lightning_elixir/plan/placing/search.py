@@ -435,7 +435,7 @@ class _LayoutSearch(Space):
         then those near the best. Of those that are not as fast as the fastest, no more is known than that."""
         able = sum(map(self.placer.scheme.can_have_spares, outcome.chunks))
         counts = sorted({math.ceil(able * i / _MOST_SPARE_COUNTS) for i in range(_MOST_SPARE_COUNTS + 1)})
-        far_apart = counts[::-_SPARE_COUNTS_APART]
+        far_apart = [*counts[:0:-_SPARE_COUNTS_APART], 0]  # none as well: a gain may be too small to be worth any
         found = self._with_spares([outcome], product(SPARE_PATTERNS, reversed(far_apart)))
         best = _of_fewest_bytes(found)
         at = bisect_left(counts, sum(c.has_spare_states for c in best.chunks))
