@@ -453,6 +453,7 @@ class Seen(pl.Callback):
         self.plans: list[str] = []
         self.updates: list[dict[str, Any] | None] = []
         self.gc_s: list[float] = []  # in all, after each batch
+        self.gpu_shortages: list[int] = []  # as `gpu_retries`, after each batch
         self.losses: list[Tensor] = []
         self.predicted_s: float | None = None
         self.device_work: dict[str, Any] | None = None
@@ -470,6 +471,8 @@ class Seen(pl.Callback):
         self.losses.append(outputs["loss"].detach())
         self.host_peaks.append(self._host.peak_bytes if self._host else 0)
         self.gc_s.append(self._pauses.total_s if self._pauses else 0.0)
+        if trainer.strategy.root_device.type == "cuda":
+            self.gpu_shortages.append(num_shortages())
         plan = trainer.strategy.plan
         self.predicted_s = None if plan.forecast is None else plan.forecast.times.total_s
         foreseen = "" if plan.forecast is None else f", {plan.forecast.times.total_s:.3f} s"
@@ -500,6 +503,7 @@ class Seen(pl.Callback):
             "host_peak_bytes": max(self.host_peaks, default=0),
             "updates": self.updates,
             "gc_s": self.gc_s,
+            "gpu_shortages": self.gpu_shortages,
             "device_work": self.device_work,
             "machine": strategy._machine_figures.best.to_dict(),
             "budget": asdict(strategy._handle.budget) | {"words": None},
@@ -525,6 +529,12 @@ class Seen(pl.Callback):
         }
 
 
+def num_shortages() -> int:
+    """How often the allocator gave back what it keeps, and waited for the GPU, for want of memory."""
+    num: int = torch.cuda.memory_stats()["num_alloc_retries"]
+    return num
+
+
 def steps_seen(clock: Clock) -> dict[str, Any]:
     """What steps took."""
     steps = clock.step_s()
@@ -540,8 +550,7 @@ def steps_seen(clock: Clock) -> dict[str, Any]:
     if clock.device.type == "cuda":
         found["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
         found["gpu_reserved_bytes"] = torch.cuda.max_memory_reserved()  # with what lies in gaps
-        # How often the allocator gave back what it keeps, and waited for the GPU, for want of memory
-        found["gpu_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
+        found["gpu_retries"] = num_shortages()
         found["device"] = torch.cuda.get_device_name()
     return found
 

@@ -124,6 +124,10 @@ class Device(Protocol):
     def take_peak_bytes(self) -> int:
         """As `peak_bytes`, which counts anew from here."""
 
+    def num_shortages(self) -> int:
+        """Times that there was no memory until the device had finished, and what was kept for later had been given
+        back."""
+
     def usable_bytes(self) -> int | None:
         """Bytes of the device's memory that this process may use; None where they are not counted."""
 
@@ -217,6 +221,9 @@ class CpuDevice:
         return 0
 
     def take_peak_bytes(self) -> int:
+        return 0
+
+    def num_shortages(self) -> int:
         return 0
 
     def usable_bytes(self) -> int | None:
@@ -378,6 +385,10 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         return peak
 
+    def num_shortages(self) -> int:
+        num: int = self._stats()["num_alloc_retries"]
+        return num
+
     def usable_bytes(self) -> int | None:
         return current_device_memory_bytes(self.torch_device)
 
@@ -385,10 +396,13 @@ class CudaDevice:
         self._pool = torch.cuda.MemPool()
 
     def _bytes_in_use(self) -> dict[str, int]:
-        # Not `memory_allocated`: it sorts all that there is to know, and takes six times as long.
-        stats = torch.cuda.memory.memory_stats_as_nested_dict(self.torch_device)
-        counts: dict[str, int] = stats["allocated_bytes"]["all"]
+        counts: dict[str, int] = self._stats()["allocated_bytes"]["all"]
         return counts
+
+    def _stats(self) -> dict[str, Any]:
+        # Not `memory_allocated`: it sorts all that there is to know, and takes six times as long.
+        stats: dict[str, Any] = torch.cuda.memory.memory_stats_as_nested_dict(self.torch_device)
+        return stats
 
 
 def segments_grow(device: torch.device | None = None) -> bool:

@@ -3,11 +3,13 @@
 When the first batch is there, a dry run ([Note: dry run], `strategy/dry_run.py`) tells what a step takes beside the
 chunks, and when, and how long it computes. With that the final plan is made, before the first step. That step is
 watched: where it takes more than was foreseen, the plan is made anew. First times are too long, since kernels are
-loaded and memory is obtained; so the second step is timed, or the first after it in which no model is compiled. If
-another placement then promises to be faster by more than `LEAST_GAIN`, or the one in force turns out too large, the
-engine moves once more. Some steps later training has settled, and what is expected of a step is brought up to date
-(`strategy/steady_look.py`). On a GPU Python's garbage collector runs once before: searches leave it so much that it
-would go through everything in one of the next steps, which takes tenths of a second (seen: 0.4 s more in one of 0.3 s).
+loaded and memory is obtained; so the second step is timed, or the first after it in which no model is compiled, or the
+third where the device had too little memory for a moment in the second. Where it departs from what was foreseen, the
+search is made again: if another placement promises to be faster by more than `LEAST_GAIN`, or the one in force turns
+out too large, the engine moves once more. Some steps later training has settled, and what is expected of a step is
+brought up to date (`strategy/steady_look.py`). On a GPU Python's garbage collector runs once before: searches leave it
+so much that it would go through everything in one of the next steps, which takes tenths of a second (seen: 0.4 s more
+in one of 0.3 s).
 
 Where there can be no dry run, the first step runs with as little as possible on the device, and is watched; the plan is
 made before the second one, and the third one is timed.
@@ -59,6 +61,9 @@ _FORESEEN_WITHIN = 0.1
 _MOST_STEPS_WATCHED = 3
 # So many steps are timed at most until one comes in which nothing is compiled.
 _MOST_STEPS_TIMED = 4
+# A step that takes another time than was foreseen, by less than this part, needs no other plan, which would have to be
+# faster by as much.
+_STEP_AS_FORESEEN_WITHIN = 0.05
 # Updates that take another time than was foreseen, by less than this part, are as they should be.
 _AS_FORESEEN_WITHIN = 0.03
 # Of what a step takes, to be left free beside it after memory has run out for the first time.
@@ -130,7 +135,7 @@ class WarmUp:
         self._is_timed_for_others = False
         self._num_steps = 0
         self._num_timed = 0  # steps that were timed for nothing
-        self._num_graphs = 0  # when the stage began
+        self._begun_with = (0, 0)  # compiled graphs, and times that memory was short, when the stage began
         self._least_bytes = 0  # what every plan must leave beside the chunks from now on
         self._more = _MORE_AFTER_SHORTAGE
         self.profile: StepProfile | None = None
@@ -222,22 +227,27 @@ class WarmUp:
         elif self.stage is Stage.SETTLING:
             is_to_settle_again = self._is_more_than_foreseen() and self._make_final_plan()
             self._enter(Stage.SETTLING if is_to_settle_again else Stage.TIMED)
-        elif self._was_compiling():
+        elif self._was_held_up():
             self._num_timed += 1
             self._enter(Stage.TIMED)
         else:
             self._refine()
             self._enter(Stage.DONE)
 
-    def _was_compiling(self) -> bool:
-        """Whether another step is to be timed: models were compiled in this one, on any rank."""
+    def _was_held_up(self) -> bool:
+        """Whether another step is to be timed: in this one models were compiled, or memory was short, on any rank. In
+        some trainings it is in each step, so that only the first time is left out."""
         if self._num_timed >= _MOST_STEPS_TIMED:
             return False
-        is_changed = num_compiled_graphs() != self._num_graphs
-        return any(row[0] for row in self._comm.exchange([int(is_changed)], NEXT_BATCH))
+        (num_graphs, num_shortages), before = self._holdups(), self._begun_with
+        is_held_up = num_graphs != before[0] or (num_shortages != before[1] and not self._num_timed)
+        return any(row[0] for row in self._comm.exchange([int(is_held_up)], NEXT_BATCH))
+
+    def _holdups(self) -> tuple[int, int]:
+        return num_compiled_graphs(), self._engine.device.num_shortages()
 
     def _enter(self, stage: Stage) -> None:
-        self.stage, self._num_steps, self._num_graphs = stage, 0, num_compiled_graphs()
+        self.stage, self._num_steps, self._begun_with = stage, 0, self._holdups()
         self._look = SteadyLook(self._update_times) if stage is Stage.DONE and self.profile is not None else None
         self._is_look_due = False
         if stage is Stage.DONE and self._engine.device.torch_device.type not in _UNHURRIED:
@@ -421,7 +431,7 @@ class WarmUp:
         log.info("the plan from now on: %s", _first_lines(plan))
 
     def _refine(self) -> None:
-        handle, engine = self._handle, self._engine
+        handle, engine, foreseen = self._handle, self._engine, self.profile
         profile = engine.step_profile()
         handle.has_memory_samples = True
         is_known = all(self._comm.exchange_objects(profile is not None))
@@ -429,15 +439,29 @@ class WarmUp:
             self.profile = profile = _with_peak(profile, self._least_bytes)
         if profile is None or not is_known:
             return
-        if not handle.is_refinable:
+        is_refinable, handle.is_refinable = handle.is_refinable, False
+        if not is_refinable or self._is_as_foreseen(foreseen, profile):
             self._expect(profile)
             return
-        handle.is_refinable = False
         before = engine.plan
         plan = self._planner.refined_plan(self._replanning(), profile)
         self._move_to(plan)
         if plan.fingerprint() != before.fingerprint():
             log.info("by what a later step has shown, another plan is better: %s", _first_lines(plan))
+
+    def _is_as_foreseen(self, foreseen: StepProfile | None, seen: StepProfile) -> bool:
+        """Whether a step takes the memory and the time that the plan in force was made for, on all ranks."""
+        plan, limit = self._engine.plan, self._handle.budget.gpu_bytes
+        is_alike = False
+        if foreseen is not None and plan.forecast is not None and self._planner.can_predict(plan):
+            expected = plan.forecast
+            seen_s = self._planner.simulated(plan, seen, self._regime()).times.total_s
+            is_alike = (
+                abs(seen_s - expected.times.total_s) <= _STEP_AS_FORESEEN_WITHIN * expected.times.total_s
+                and abs(seen.peak_non_model_bytes - foreseen.peak_non_model_bytes) <= plan.block_bytes
+                and (limit is None or expected.peak_gpu_bytes <= limit)  # else the smallest there was
+            )
+        return all(self._comm.exchange_objects(is_alike))
 
     def _is_placed_by_times(self, plan: Plan) -> bool:
         """Where everything is on the device nothing can be gained; and fixed policies leave nothing to choose. Beside

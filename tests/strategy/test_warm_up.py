@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_elixir._lightning import Trainer, pl
+from lightning_elixir.core.device import CpuDevice
 from lightning_elixir.core.host_memory import Extent
 from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.io import load_plan, save_plan
@@ -21,7 +22,7 @@ from lightning_elixir.plan.types import Alternative, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.stepping.scheduler import UpdateScheduler
-from lightning_elixir.strategy import ElixirStrategy, shared_plans
+from lightning_elixir.strategy import ElixirStrategy, shared_plans, warm_up
 from lightning_elixir.strategy.shared_plans import Planner, Replanning
 from lightning_elixir.strategy.warm_up import WarmUp
 from tests.helpers.dist import run_ranks
@@ -272,6 +273,7 @@ class Asked:
 
         monkeypatch.setattr(WarmUp, "after_step", after_step)
         monkeypatch.setattr(Planner, "refined_plan", self._refined_plan)
+        monkeypatch.setattr(warm_up, "_STEP_AS_FORESEEN_WITHIN", -1.0)
 
     def _refined_plan(self, now: Replanning, profile: StepProfile) -> Plan:
         self.asked.append((self.steps, profile))
@@ -293,6 +295,44 @@ def test_times_of_a_later_step_may_change_the_plan(
     assert len(list(profile.trace.acquires())) > 10
     assert (last in _changes(plans)) == has_better
     assert max([0, *_changes(plans)]) <= last
+
+
+@pytest.mark.parametrize(("short", "last"), [([], 2), ([1], 2), ([2], 3), ([2, 3, 4], 3), ([1, 2, 3, 4], 3)])
+def test_a_step_in_which_memory_was_short_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, short: list[int], last: int
+) -> None:
+    """But where it is in each step."""
+    asked = Asked(monkeypatch, has_better=False)
+    monkeypatch.setattr(CpuDevice, "num_shortages", lambda device: sum(step <= asked.steps for step in short))
+    fit(ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK))
+    assert [steps for steps, _ in asked.asked] == [last]
+
+
+@pytest.mark.parametrize("within", [-1.0, 1e9])
+def test_what_is_as_foreseen_is_not_searched_for_again(monkeypatch: pytest.MonkeyPatch, within: float) -> None:
+    asked = Asked(monkeypatch, has_better=True)
+    monkeypatch.setattr(warm_up, "_STEP_AS_FORESEEN_WITHIN", within)
+    callback = Plans()
+    fit(ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK), callbacks=[callback])
+    assert len(asked.asked) == (within < 0)
+    assert len(_changes(callback.plans)) == (within < 0)
+    assert within < 0 or 2 in [plan.forecast.after_steps for plan in callback.plans if plan.forecast is not None]
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_memory_that_was_not_foreseen_is_searched_for_again(monkeypatch: pytest.MonkeyPatch, is_over: bool) -> None:
+    asked = Asked(monkeypatch, has_better=False)
+    monkeypatch.setattr(warm_up, "_STEP_AS_FORESEEN_WITHIN", 1e9)
+    step_profile = Engine.step_profile
+
+    def seen(engine: Engine) -> StepProfile | None:
+        found = step_profile(engine)
+        return found and found.with_bytes(lambda nbytes: nbytes + engine.plan.block_bytes + 1)
+
+    if is_over:
+        monkeypatch.setattr(Engine, "step_profile", seen)
+    fit(ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK))
+    assert len(asked.asked) == is_over
 
 
 class Refined(pl.Callback):
