@@ -7,9 +7,9 @@ loaded and memory is obtained; so the second step is timed, or the first after i
 third where the device had too little memory for a moment in the second. Where it departs from what was foreseen, the
 search is made again: if another placement promises to be faster by more than `LEAST_GAIN`, or the one in force turns
 out too large, the engine moves once more. Some steps later training has settled, and what is expected of a step is
-brought up to date (`strategy/steady_look.py`). On a GPU Python's garbage collector runs once before: searches leave it
-so much that it would go through everything in one of the next steps, which takes tenths of a second (seen: 0.4 s more
-in one of 0.3 s).
+brought up to date (`strategy/steady_look.py`). On a GPU Python's garbage collector runs after the first step that was
+timed, and after a search: a dry run and searches leave it so much that it would go through everything in one of the
+next steps, which takes tenths of a second (seen: 0.4 s more in one of 0.3 s).
 
 Where there can be no dry run, the first step runs with as little as possible on the device, and is watched; the plan is
 made before the second one, and the third one is timed.
@@ -127,6 +127,7 @@ class WarmUp:
         self._update_times = update_times
         self._look: SteadyLook | None = None  # under way
         self._is_look_due = False  # at the step before
+        self._has_searched = False  # since garbage was collected
         self._planner = planner
         self._comm = planner.comm
         self._regime = regime
@@ -250,8 +251,10 @@ class WarmUp:
         self.stage, self._num_steps, self._begun_with = stage, 0, self._holdups()
         self._look = SteadyLook(self._update_times) if stage is Stage.DONE and self.profile is not None else None
         self._is_look_due = False
-        if stage is Stage.DONE and self._engine.device.torch_device.type not in _UNHURRIED:
+        is_timed = stage is Stage.DONE or (stage is Stage.TIMED and self._num_timed > 0)
+        if is_timed and self._has_searched and self._engine.device.torch_device.type not in _UNHURRIED:
             gc.collect()
+            self._has_searched = False
         self._watch()
         self._engine.host_room.look(self._engine.plan, self._engine.host_bytes)
 
@@ -423,6 +426,7 @@ class WarmUp:
             foreseen: See `Planner.final_plan`.
         """
         handle = self._handle
+        self._has_searched = True
         plan = self._planner.final_plan(self._replanning(), profile, is_seen=is_seen, foreseen=foreseen)
         self.profile = profile if foreseen is None else self._planner.over_chunks(foreseen, plan)
         handle.is_warm = True
@@ -443,6 +447,7 @@ class WarmUp:
         if not is_refinable or self._is_as_foreseen(foreseen, profile):
             self._expect(profile)
             return
+        self._has_searched = True
         before = engine.plan
         plan = self._planner.refined_plan(self._replanning(), profile)
         self._move_to(plan)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -317,6 +318,21 @@ def test_what_is_as_foreseen_is_not_searched_for_again(monkeypatch: pytest.Monke
     assert len(asked.asked) == (within < 0)
     assert len(_changes(callback.plans)) == (within < 0)
     assert within < 0 or 2 in [plan.forecast.after_steps for plan in callback.plans if plan.forecast is not None]
+
+
+@pytest.mark.parametrize(("short", "within", "expected"), [([], 1e9, [2]), ([2], 1e9, [2]), ([2], -1.0, [2, 3])])
+def test_garbage_is_collected_after_the_first_step_that_was_timed_and_after_a_search(
+    monkeypatch: pytest.MonkeyPatch, short: list[int], within: float, expected: list[int]
+) -> None:
+    """So that no later step is long by it. As on a GPU."""
+    asked = Asked(monkeypatch, has_better=False)
+    collected: list[int] = []
+    monkeypatch.setattr(warm_up, "_STEP_AS_FORESEEN_WITHIN", within)
+    monkeypatch.setattr(warm_up, "_UNHURRIED", ())
+    monkeypatch.setattr(warm_up, "gc", SimpleNamespace(collect=lambda: collected.append(asked.steps)))
+    monkeypatch.setattr(CpuDevice, "num_shortages", lambda device: sum(step <= asked.steps for step in short))
+    fit(ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK))
+    assert collected == expected
 
 
 @pytest.mark.parametrize("is_over", [False, True])
