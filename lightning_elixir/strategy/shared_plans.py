@@ -441,6 +441,11 @@ class Planner:
 
         return self.share(decide)
 
+    def seen_step(self, now: Replanning, profile: StepProfile) -> Timeline:
+        """The predicted step of the plan in force by what all ranks have seen of one, with the margin that plans leave
+        then. Collective. Arguments as for `final_plan`."""
+        return self.simulated(now.current, self._shared_profile(profile, now, is_seen=True), now.regime)
+
     def expected(self, now: Replanning, profile: StepProfile) -> Plan:
         """The plan in force with what is expected of it by what is known now. Collective. Arguments as for
         `final_plan`."""

@@ -457,15 +457,16 @@ class WarmUp:
     def _is_as_foreseen(self, foreseen: StepProfile | None, seen: StepProfile) -> bool:
         """Whether a step takes the memory and the time that the plan in force was made for, on all ranks."""
         plan, limit = self._engine.plan, self._handle.budget.gpu_bytes
-        is_alike = False
-        if foreseen is not None and plan.forecast is not None and self._planner.can_predict(plan):
-            expected = plan.forecast
-            seen_s = self._planner.simulated(plan, seen, self._regime()).times.total_s
-            is_alike = (
-                abs(seen_s - expected.times.total_s) <= _STEP_AS_FORESEEN_WITHIN * expected.times.total_s
-                and abs(seen.peak_non_model_bytes - foreseen.peak_non_model_bytes) <= plan.block_bytes
-                and (limit is None or expected.peak_gpu_bytes <= limit)  # else the smallest there was
-            )
+        expected = plan.forecast
+        if foreseen is None or expected is None or not self._planner.can_predict(plan):
+            return False
+        step = self._planner.seen_step(self._replanning(), seen)
+        is_alike = (
+            abs(step.times.total_s - expected.times.total_s) <= _STEP_AS_FORESEEN_WITHIN * expected.times.total_s
+            and abs(seen.peak_non_model_bytes - foreseen.peak_non_model_bytes) <= plan.block_bytes
+            # Else it turns out too large, or was the smallest that there was.
+            and (limit is None or max(step.peak_gpu_bytes, expected.peak_gpu_bytes) <= limit)
+        )
         return all(self._comm.exchange_objects(is_alike))
 
     def _is_placed_by_times(self, plan: Plan) -> bool:

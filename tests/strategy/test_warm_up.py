@@ -335,20 +335,36 @@ def test_garbage_is_collected_after_the_first_step_that_was_timed_and_after_a_se
     assert collected == expected
 
 
-@pytest.mark.parametrize("is_over", [False, True])
-def test_memory_that_was_not_foreseen_is_searched_for_again(monkeypatch: pytest.MonkeyPatch, is_over: bool) -> None:
+def _room_of(engine: Engine) -> int:
+    """Bytes that the plan leaves of 96 KiB."""
+    assert engine.plan.forecast is not None
+    return 96 * 1024 - engine.plan.forecast.peak_gpu_bytes
+
+
+@pytest.mark.parametrize(
+    ("extra", "count"),
+    [
+        (lambda engine: 0, 0),
+        (lambda engine: engine.plan.block_bytes + 1, 1),
+        (_room_of, 0),
+        (lambda e: _room_of(e) + 1, 1),
+    ],
+    ids=["none", "more_than_a_block", "what_is_left", "one_byte_more"],
+)
+def test_memory_that_was_not_foreseen_is_searched_for_again(
+    monkeypatch: pytest.MonkeyPatch, extra: Callable[[Engine], int], count: int
+) -> None:
     asked = Asked(monkeypatch, has_better=False)
     monkeypatch.setattr(warm_up, "_STEP_AS_FORESEEN_WITHIN", 1e9)
     step_profile = Engine.step_profile
 
     def seen(engine: Engine) -> StepProfile | None:
         found = step_profile(engine)
-        return found and found.with_bytes(lambda nbytes: nbytes + engine.plan.block_bytes + 1)
+        return found and found.with_bytes(lambda nbytes: nbytes + extra(engine))
 
-    if is_over:
-        monkeypatch.setattr(Engine, "step_profile", seen)
+    monkeypatch.setattr(Engine, "step_profile", seen)
     fit(ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK))
-    assert len(asked.asked) == is_over
+    assert len(asked.asked) == count
 
 
 class Refined(pl.Callback):
