@@ -21,6 +21,9 @@ from lightning_elixir.plan.units import format_bytes
 # Activations cannot be cut to less than this part: of a batch of eight, one sample and checkpointing would be left.
 _LEAST_ACTIVATIONS = 10
 
+# To such a part of itself it is found how much more memory a device needs.
+_CURE_PARTS = 64
+
 # LoRA trains less than a hundredth of the parameters, with 16 bytes for each, where a frozen one has 2.
 _BESIDE_FROZEN = 1.1
 
@@ -91,6 +94,9 @@ def host_refusal(
     on_nvme = _nvme_cure(placement.chunks, placer, _least(problem))
     if on_nvme is not None:
         cures.append(on_nvme)
+    on_device = _device_cure(use.host_bytes, problem, fits)
+    if on_device is not None:
+        cures.append(on_device)
     if problem.regime.master_weights and placer.layout.compute_dtype == "bfloat16":
         bare = problem.regime.without_masters()
         if fits(replace(problem, regime=bare).with_updates(bare.waiting())):
@@ -118,6 +124,31 @@ def host_refusal(
         resource="host",
         lacking_bytes=lacking,
     )
+
+
+def _device_cure(host_bytes: int, problem: Problem, fits: Callable[[Problem], bool]) -> str | None:
+    """How much more the device would have to hold for the host to have enough; None if it is no cure.
+
+    Args:
+        host_bytes: What the host would have to hold.
+        problem: As for `host_refusal`.
+        fits: As there.
+    """
+    limit = problem.budget.gpu_bytes
+    if limit is None:
+        return None
+
+    def fits_with(more: int) -> bool:
+        return fits(replace(problem, budget=replace(problem.budget, gpu_bytes=limit + more)))
+
+    # The device takes no more for anything than the host does, but for gradients on their way.
+    low, high = 0, 2 * host_bytes
+    if not fits_with(high):
+        return None
+    while high - low > max(1, high // _CURE_PARTS):
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits_with(middle) else (middle, high)
+    return f"{_least(problem)}{format_bytes(high, is_rounded_up=True)} {problem.budget.words.more}"
 
 
 def _nvme_cure(chunks: Sequence[ChunkSpec], placer: Placer, at_least: str) -> str | None:

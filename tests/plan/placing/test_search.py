@@ -859,18 +859,24 @@ def test_advice_on_the_host_begins_with_what_is_nearest() -> None:
 
     advice = (
         r"What would fit: 20\.0 KiB more host memory for each rank \(raise cpu_memory_limit\), or 48\.0 KiB of NVMe"
-        r" for each rank's optimizer states \(nvme_offload_dir; .*\), or"
+        r" for each rank's optimizer states \(nvme_offload_dir; .*\), or ([\d.]+ KiB) more GPU memory, or"
         r" LoRA, if pretrained weights are tuned \(frozen, all parameters take 36\.0 KiB\), or a smaller model, or an"
         r" optimizer with fewer states\.$"
     )
-    assert re.search(advice, refusal(9 * 16 * KIB - 20 * KIB))
+    match = re.search(advice, refusal(9 * 16 * KIB - 20 * KIB))
+    assert match is not None
+    more = int(in_bytes(match[1]))
+    for given, is_enough in ((more, True), (more - more // 16, False)):
+        budget = Budget(12 * KIB + given, 9 * 16 * KIB - 20 * KIB)
+        with nullcontext() if is_enough else pytest.raises(CapacityError):
+            search([candidate], Problem(asked(accesses=accesses), budget, 1, MIXED, DISK))
     # Of several ranks each needs five blocks on its GPU, of which one has three.
     assert "fewer states, or 2 GPUs, each on a host of its own." in refusal(9 * 16 * KIB - 20 * KIB, gpu=20 * KIB)
     # Of what the host has a part is kept back, here a quarter.
     of_all = refusal(9 * 16 * KIB - 20 * KIB, words=DeviceWords(host_limit="--cpu-memory", is_limit_usable=False))
     assert "What would fit: 26.7 KiB more host memory for each rank (raise --cpu-memory)" in of_all
     whole = refusal(9 * 16 * KIB - 20 * KIB, replace(MIXED, whole_update_bytes=1))
-    assert "(raise cpu_memory_limit), or LoRA" in whole  # such states cannot be on a disk
+    assert "of NVMe" not in whole  # such states cannot be on a disk
     match = re.search(r"([\d.]+ \w+) of NVMe for each rank's optimizer states and parameters \(", refusal(90 * KIB))
     assert match is not None
     budget = Budget(12 * KIB, 90 * KIB, nvme_bytes=int(in_bytes(match[1])))
