@@ -122,10 +122,9 @@ def _memory(found: Found) -> Table:
     plan, forecast = found.plan, found.plan.forecast
     table = _table("Bytes of each rank", "", "GPU", "host")
     host = {text.partition(" and their")[0]: key for key, text, _ in HOST_KINDS}
-    margin = forecast.margin_bytes if forecast else 0
+    on_gpus, margin = plan.gpu_kinds_beside_margin, forecast.margin_bytes if forecast else 0
     for key, text, _ in GPU_KINDS:
-        on_gpu = plan.gpu_kinds[key] - margin * (key == "non_model_bytes")
-        on_host = host.get(text.partition(" and their")[0])
+        on_gpu, on_host = on_gpus[key], host.get(text.partition(" and their")[0])
         host_bytes = int(plan.notes.get(on_host, 0)) if on_host else 0
         if on_gpu or host_bytes:
             table.add_row(text, _bytes(on_gpu), _bytes(host_bytes))

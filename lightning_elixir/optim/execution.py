@@ -159,7 +159,7 @@ class ChunkUpdate:
     is back."""
 
 
-def _load(load: Callable[[], None]) -> None:
+def _tried(load: Callable[[], None]) -> None:
     try:
         load()
     except Exception:  # the first step tries again
@@ -189,20 +189,24 @@ class UpdateRunner:
         """Device memory held now, by the engine's kinds."""
         return self._stream.held_bytes()
 
-    def load_kernels(self, dtypes: Sequence[torch.dtype], *, has_norm: bool) -> None:
+    def load_kernels(self, dtypes: Sequence[torch.dtype]) -> None:
         """Have threads compile or load what updates run: seconds, in a process's first step otherwise.
 
         Args:
             dtypes: Of a parameter, its gradient, both moments and, where there is one, the copy in the compute dtype.
-            has_norm: The norm of such gradients is taken as well.
         """
         self._host.submit(cpu.prepare)
-        device = self._device.torch_device
-        if device.type != "cuda":
-            return
-        self._streamer.submit(partial(_load, partial(load_adam, device, dtypes)))
-        if has_norm:
-            self._streamer.submit(partial(_load, partial(load_square_sums, device, dtypes[1])))
+        self._load(partial(load_adam, dtypes=dtypes))
+
+    def load_norms(self, dtypes: Iterable[torch.dtype]) -> None:
+        """As `load_kernels`, what the norm of gradients of these dtypes runs."""
+        for dtype in dtypes:
+            self._load(partial(load_square_sums, dtype=dtype))
+
+    def _load(self, load: Callable[[torch.device], None]) -> None:
+        """Have a thread load code, if the device has any."""
+        if self._device.torch_device.type == "cuda":
+            self._streamer.submit(partial(_tried, partial(load, self._device.torch_device)))
 
     def reserve_stream(self) -> None:
         """Take the device memory that streamed updates need; it stays until `release_stream`.

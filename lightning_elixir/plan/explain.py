@@ -92,8 +92,7 @@ def _memory_lines(plan: Plan, forecast: Forecast) -> list[str]:
         "buffers of updates": "gpu_stream_bytes",
         "activations and other data": "non_model_bytes",
     }
-    amounts = {name: plan.gpu_kinds[key] for name, key in kinds.items()}
-    amounts["activations and other data"] -= forecast.margin_bytes
+    amounts = {name: plan.gpu_kinds_beside_margin[key] for name, key in kinds.items()}
     on_host = {
         "parameters": "host_param_bytes",
         "states": "host_state_bytes",

@@ -318,6 +318,12 @@ class Plan:
         return {key: int(self.notes.get(key, 0)) for key in GPU_BYTE_KINDS}
 
     @property
+    def gpu_kinds_beside_margin(self) -> dict[str, int]:
+        """As `gpu_kinds`, without `Forecast.margin_bytes`, which `non_model_bytes` has in it there."""
+        kinds, margin = self.gpu_kinds, 0 if self.forecast is None else self.forecast.margin_bytes
+        return kinds | {"non_model_bytes": kinds["non_model_bytes"] - margin}
+
+    @property
     def notes_at_peak(self) -> dict[str, float | int | str]:
         """`notes`, with the bytes on the device as `gpu_kinds` has them."""
         return {**self.notes, **self.gpu_kinds}

@@ -57,7 +57,7 @@ def table(heads: Sequence[str], rows: Sequence[Row], *, num_text: int = 1, sums_
 
 def memory_tables(data: ReportData) -> Markup:
     """Bytes by kind as bars against the limits, and as numbers."""
-    notes, forecast = data.plan.notes_at_peak, data.plan.forecast
+    notes, forecast = {**data.plan.notes, **data.plan.gpu_kinds_beside_margin}, data.plan.forecast
     device = f"each {data.device_word}"
     places = [
         (
@@ -72,9 +72,7 @@ def memory_tables(data: ReportData) -> Markup:
     drawn = []
     for place, kinds, limit, highest in places:
         margin = forecast.margin_bytes if forecast and place == device else 0
-        amounts = [
-            (text, colour, int(notes.get(key, 0)) - margin * (key == "non_model_bytes")) for key, text, colour in kinds
-        ]
+        amounts = [(text, colour, int(notes.get(key, 0))) for key, text, colour in kinds]
         if margin:
             amounts.append((MARGIN_TEXT, "grey", margin))
         total = sum(nbytes for *_, nbytes in amounts)

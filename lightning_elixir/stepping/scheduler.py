@@ -161,7 +161,9 @@ class UpdateScheduler:
             moments = [moment.dtype for moment in self.states.inner[chunk.id].moments]
             own = chunk.dtype if master is None else master.dtype
             new_values = [] if master is None or is_cast else [chunk.dtype]
-            self._runner.load_kernels([own, chunk.dtype, *moments, *new_values], has_norm=has_norm)
+            self._runner.load_kernels([own, chunk.dtype, *moments, *new_values])
+        if has_norm:
+            self._runner.load_norms({chunk.dtype for chunk in kinds.values()})
 
     def _reserve_on_device(self, chunks: Sequence[Chunk]) -> None:
         try:

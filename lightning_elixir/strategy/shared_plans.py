@@ -441,21 +441,16 @@ class Planner:
 
         return self.share(decide)
 
-    def seen_step(self, now: Replanning, profile: StepProfile) -> Timeline:
+    def seen_step(self, now: Replanning, profile: StepProfile) -> Timeline | None:
         """The predicted step of the plan in force by what all ranks have seen of one, with the margin that plans leave
-        then. Collective. Arguments as for `final_plan`."""
-        return self.simulated(now.current, self._shared_profile(profile, now, is_seen=True), now.regime)
+        then; None if nothing is expected of it. Collective. Arguments as for `final_plan`."""
+        shared, current = self._shared_profile(profile, now, is_seen=True), now.current
+        is_known = current.forecast is not None and self.can_predict(current)
+        return self.simulated(current, shared, now.regime) if is_known else None
 
-    def expected(self, now: Replanning, profile: StepProfile) -> Plan:
-        """The plan in force with what is expected of it by what is known now. Collective. Arguments as for
-        `final_plan`."""
-        shared = self._shared_profile(profile, now, is_seen=True)
-        current = now.current
-        if current.forecast is None or not self.can_predict(current):
-            return current
-        return self.share(
-            lambda: with_times(current, self.simulated(current, shared, now.regime), self.figures.best.name)
-        )
+    def expected(self, plan: Plan, step: Timeline) -> Plan:
+        """The plan in force with this step expected of it. Collective."""
+        return self.share(lambda: with_times(plan, step, self.figures.best.name))
 
     def limited_plan(
         self, now: Replanning, profile: StepProfile | None, *, earlier: Plan | None = None, is_evaluated: bool = False

@@ -444,8 +444,9 @@ class WarmUp:
         if profile is None or not is_known:
             return
         is_refinable, handle.is_refinable = handle.is_refinable, False
-        if not is_refinable or self._is_as_foreseen(foreseen, profile):
-            self._expect(profile)
+        step = self._planner.seen_step(self._replanning(), profile)
+        if not is_refinable or self._is_as_foreseen(foreseen, profile, step):
+            self._expect(step)
             return
         self._has_searched = True
         before = engine.plan
@@ -454,13 +455,18 @@ class WarmUp:
         if plan.fingerprint() != before.fingerprint():
             log.info("by what a later step has shown, another plan is better: %s", _first_lines(plan))
 
-    def _is_as_foreseen(self, foreseen: StepProfile | None, seen: StepProfile) -> bool:
-        """Whether a step takes the memory and the time that the plan in force was made for, on all ranks."""
+    def _is_as_foreseen(self, foreseen: StepProfile | None, seen: StepProfile, step: Timeline | None) -> bool:
+        """Whether a step takes the memory and the time that the plan in force was made for, on all ranks.
+
+        Args:
+            foreseen: What it was made for.
+            seen: What a step does.
+            step: Such a step under it, predicted.
+        """
         plan, limit = self._engine.plan, self._handle.budget.gpu_bytes
         expected = plan.forecast
-        if foreseen is None or expected is None or not self._planner.can_predict(plan):
+        if foreseen is None or expected is None or step is None:
             return False
-        step = self._planner.seen_step(self._replanning(), seen)
         is_alike = (
             abs(step.times.total_s - expected.times.total_s) <= _STEP_AS_FORESEEN_WITHIN * expected.times.total_s
             and abs(seen.peak_non_model_bytes - foreseen.peak_non_model_bytes) <= plan.block_bytes
@@ -487,7 +493,7 @@ class WarmUp:
                 self.profile = profile = _with_peak(profile, self._least_bytes)
                 self._correct_host(look.host_update_s(_host_numel(self._engine.plan)), profile)
                 self.profile = profile = self._with_program(profile, look.between_s)
-                self._expect(profile)
+                self._expect(self._planner.seen_step(self._replanning(), profile))
             self._watch()
 
     def _correct_host(self, seen_s: float | None, profile: StepProfile) -> None:
@@ -520,10 +526,10 @@ class WarmUp:
         updates_s = self._planner.simulated(self._engine.plan, profile, regime).times.step_s
         return replace(profile, program_s=max(0.0, between_s - updates_s))
 
-    def _expect(self, profile: StepProfile) -> None:
-        """Bring up to date what is expected of a step under the plan in force."""
-        plan = self._planner.expected(self._replanning(), profile)
-        self._engine.take_forecast(self._dated(plan))
+    def _expect(self, step: Timeline | None) -> None:
+        """Have this step be expected of the plan in force; None: what was expected before."""
+        if step is not None:
+            self._engine.take_forecast(self._dated(self._planner.expected(self._engine.plan, step)))
 
     def _dated(self, plan: Plan) -> Plan:
         """A plan that was made now, with what is expected of it: by what it is, and what was expected before."""
